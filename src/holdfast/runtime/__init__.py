@@ -1,5 +1,6 @@
 """The processes and sockets around the pure state machines of ``core``.
 
-Packages, each using only those before it: ``net`` (channels), ``node`` (run directory, status pages, processes of one
-host), ``rank_table``, ``worker`` (inside a worker process), ``agent`` (one per node), ``controller`` (one per job).
+Packages, each of which uses only those before it: ``net`` (channels), ``node`` (run directory, status pages, processes
+of one host), ``rank_table``, ``worker`` (inside a worker process), ``agent`` (one per node), ``controller`` (one per
+job).
 """

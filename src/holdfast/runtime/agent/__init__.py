@@ -1,4 +1,6 @@
-"""The agent of one node: ``agentd`` is its process, ``zygote`` forks workers, ``worker_processes`` watches them,
-``peers`` and ``leader_election`` connect it to other nodes, ``peer_replication`` copies states of ranks between nodes.
-These components post the events in ``agent_events`` to their owner.
+"""The agent, of which each node has one.
+
+``agentd`` is its process. ``zygote`` forks the workers, and ``worker_processes`` watches them. ``peers`` and
+``leader_election`` connect the agent to the agents of other nodes. ``peer_replication`` copies the states of ranks to
+another node. Each component posts the events of ``agent_events`` to the object that owns it.
 """

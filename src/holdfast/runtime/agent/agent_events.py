@@ -6,16 +6,16 @@ only as one function ``post``. The owner has one dispatcher, which names the han
 
 Invariants:
 1. ``post`` handles an event before it returns. There is no queue between a component and its owner, so effects happen
-   in the order of the posts. The driver of a state machine is the only queue: an event that comes while the driver
-   handles another one is handled after that one.
+   in the order of the posts. The driver of a state machine is the only queue: an event that arrives while the
+   driver handles another one is handled after that one.
 2. A handler may call the component that posts. A component therefore posts only when its own fields are consistent, and
-   does not rely on them after the post. A started process is listed as living before ``MemberStarted`` is posted, and
-   an ended one is no longer listed before ``ProcessGone``: the state machine may order the death of the process, or the
-   next start, inside the post.
+   does not rely on them after the post. For example, a started process is in the list of living processes before
+   ``MemberStarted`` is posted, and an ended process has left the list before ``ProcessGone`` is posted. Inside the post
+   the state machine may order the kill of that process, or the next start.
 3. Events are posted in the thread of the event loop. A component that runs threads hands events over with
    ``call_soon_threadsafe``.
-4. No component posts in its constructor: its owner is not complete then.
-5. A component may post after the end of its owner has begun. A closed driver ignores the event.
+4. No component posts in its constructor, because its owner is not complete then.
+5. A component may post while its owner is ending. A closed driver ignores the event.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from holdfast.runtime.net.driver import watched
 
 
 class PartFailed(msgspec.Struct, frozen=True):
-    """A background task ended with an exception that no other code handles. Its owner ends with this exception."""
+    """The failure of a component's background task, which ended with an exception that no other code handles.
+
+    The owner of the component ends with the same exception.
+    """
 
     error: BaseException
 
 
 class MemoryFreed(msgspec.Struct, frozen=True):
-    """The agent waits for no exiting process any longer: each has freed its memory, or its end makes no progress."""
+    """The end of the wait for exiting processes: each has freed its memory, or its exit makes no progress."""
 
 
 class ProcessGone(msgspec.Struct, frozen=True):
-    """The process of a member has stopped running, and its group is killed. The first event of a member counts.
+    """The end of a member's process. Its process group is already killed. Only the first such event of a member counts.
 
     Attributes:
-        pid: 0 if no process of the member is known.
-        code: its exit code, if it is known.
-        killed_by: the signal that ended it, if it is known.
-        died_ns: the time of its end, on the monotonic clock.
+        pid: the process id; 0 if no process of the member is known.
+        code: the exit code; None if it is not known or a signal ended the process.
+        killed_by: the signal that ended the process; None if it is not known or the process exited.
+        died_ns: the time of the end, on the monotonic clock.
     """
 
     member_id: MemberId
@@ -60,11 +63,11 @@ class ProcessGone(msgspec.Struct, frozen=True):
 
 
 class DeathRead(msgspec.Struct, frozen=True):
-    """The status page of a member that is gone was read.
+    """The result of reading the status page of a dead member.
 
     Attributes:
         exited: the report for the state machine.
-        error: why the page could not be read in time; ``exited`` then holds no facts from the page.
+        error: empty if the page was read. Otherwise why it was not; ``exited`` then holds no facts from the page.
     """
 
     exited: MemberExited
@@ -72,55 +75,57 @@ class DeathRead(msgspec.Struct, frozen=True):
 
 
 class FromPeer(msgspec.Struct, frozen=True):
-    """A message of another agent has come. Those of one connection are posted in their order."""
+    """A message from another agent. The messages of one connection are posted in the order of their arrival."""
 
     node_id: NodeId
     message: PeerMessage
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """Another agent has refused this agent, which has not joined a job yet.
+    """A refusal of this agent by another agent, while neither this agent nor a connected one belongs to a job.
 
-    After this agent has joined, a refusal is only logged. Such a refusal comes from another job, or from a wrongly
-    started host at the address of a lost node.
+    Later refusals are only logged. They come from another job, or from a wrongly started host at the address of a lost
+    node.
     """
 
     reason: str
 
 
 class KvReceived(msgspec.Struct, frozen=True):
-    """A message of another agent about the key-value store has come."""
+    """A key-value message from another agent: a request for this agent, or the reply to a forwarded request."""
 
     node_id: NodeId
     message: KvForward | KvBack
 
 
 class JobNamed(msgspec.Struct, frozen=True):
-    """The agents of the job have met, and the job has its name. Workers may start."""
+    """The name of the job, which is known as soon as its agents have met. After this event workers may start."""
 
     job: str
 
 
 class NotJoined(msgspec.Struct, frozen=True):
-    """This agent cannot take part in the job. The run ends here with this exit code, for this reason."""
+    """The failure of this agent to join a job. The run on this node ends with exit code ``code``."""
 
     code: Exit
     reason: str
 
 
 class KvForwarded(msgspec.Struct, frozen=True):
-    """A worker of this node has requested keys that another node serves. It is posted again if the request was lost."""
+    """A worker's key-value request that the agent of node ``node_id`` serves.
+
+    The event is posted again if the request may have been lost with a connection.
+    """
 
     node_id: NodeId
     request: KvForward
 
 
 class KvAnswered(msgspec.Struct, frozen=True):
-    """The answer to a key-value request of a member is known.
+    """The reply to a key-value request of a member.
 
     Attributes:
-        node_id: the node whose agent forwarded the request, if the member is not connected to this agent; otherwise
-            empty.
+        node_id: the node whose agent forwarded the request; empty if the member's node is this one.
     """
 
     member_id: MemberId
@@ -129,13 +134,17 @@ class KvAnswered(msgspec.Struct, frozen=True):
 
 
 class RecordsWanted(msgspec.Struct, frozen=True):
-    """A connected worker has to write the records of its framework, because evidence is being collected."""
+    """The need for the framework records of a connected worker, because evidence about a hang is being collected."""
 
     member_id: MemberId
 
 
 class LookedLast(msgspec.Struct, frozen=True):
-    """All available evidence of a silent worker has been posted; the worker is to be killed after ``grace_s``."""
+    """The end of the search for evidence about a silent worker. All evidence is posted, and the worker is to be killed.
+
+    Attributes:
+        grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once.
+    """
 
     member_id: MemberId
     grace_s: float
@@ -152,5 +161,5 @@ AgentEvent = ProcessEvent | ElectionEvent | KvEvent | ReplicationEvent | WatchEv
 
 
 def start_task(work: Coroutine[None, None, None], post: Callable[[PartFailed], None]) -> asyncio.Task[None]:
-    """Start ``work`` as a task, and return the task. An exception of the task is posted at once."""
+    """Start ``work`` as a task, and return the task. If the task raises, ``PartFailed`` is posted at once."""
     return watched(work, lambda error: post(PartFailed(error)))

@@ -1,8 +1,8 @@
 """The agent process of one node: it runs the state machine ``core.agent.Agent`` and executes its commands.
 
-``python -m holdfast.runtime.agent.agentd RUNDIR``. The agent serves the workers and the command line, restarts a dead
-controller, and owns the status pages. The successor of a dead agent adopts what that agent left: workers (by status
-pages and pidfds), zygote and controller (by their endpoint files).
+Command: ``python -m holdfast.runtime.agent.agentd RUNDIR``. The agent serves the workers and the command line, restarts
+a dead controller, and owns the status pages. An agent that succeeds a dead one adopts its processes. It finds the
+workers by their status pages, and the zygote and the controller by their endpoint files.
 """
 
 from __future__ import annotations
@@ -102,17 +102,18 @@ LINGER_S = 1.0
 LAST_WORDS_S, WORD_S = 0.2, 0.001
 LIBRARY_LINGER_S = 10.0
 WRITERS_WAIT_S = 60.0
-FIRST_NODE = NodeId("node0")  # of rank 0, in library mode (without `holdfast run`)
-NODE_BEAT_S = 0.5  # period of the heartbeat, for a job of several nodes
+FIRST_NODE = NodeId("node0")  # the node of rank 0 in library mode (without `holdfast run`)
+NODE_BEAT_S = 0.5  # period of the agent's heartbeat in a job of several nodes
 
 
 class AgentDaemon:
-    """The agent of one node. Made by :meth:`open`.
+    """The agent of one node, created by :meth:`open`.
 
     Args:
         kept: the term and vote that this node has saved in elections.
         kv: the key-value store, with the keys that an earlier agent left.
-        journal, mirror: the event log of this node, for the lines of this agent and for those of the controller.
+        journal: the event log writer for the lines of this agent.
+        mirror: the event log writer for the lines of the controller.
     """
 
     def __init__(
@@ -131,9 +132,9 @@ class AgentDaemon:
         self._over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._workers: dict[MemberId, Channel[WireMessage]] = {}
         self._member_of: dict[Channel[WireMessage], MemberId] = {}
-        self._askers: deque[Channel[WireMessage]] = deque()  # command lines that wait for an Ack
+        self._askers: deque[Channel[WireMessage]] = deque()  # `holdfast` commands that wait for an Ack
         self._exited: set[MemberId] = set()
-        self._dying: dict[MemberId, MemberExited] = {}  # exited, but their last messages may be unread
+        self._dying: dict[MemberId, MemberExited] = {}  # exited; their sockets may hold unread messages
         self._remains = ShmCleanup(run)
         self._waiting: asyncio.Task[None] | None = None
         self._buddies: PeerReplication | None = None
@@ -154,7 +155,7 @@ class AgentDaemon:
 
     @classmethod
     def open(cls, run: RunDir) -> Self:
-        """Return the agent of a run directory, with everything that an earlier agent left there.
+        """Return the agent of run directory ``run``, with the votes, keys and event log of an earlier agent.
 
         Raises:
             UserError: a file of the run is missing or damaged.
@@ -169,7 +170,7 @@ class AgentDaemon:
         """Serve until the run is over, and return its exit code.
 
         Raises:
-            HoldfastError: the agent or its environment broke; the launcher starts a successor.
+            HoldfastError: the agent or its environment failed; the launcher starts a successor.
         """
         server, at = await self._hub.listen(agent_of(self._settings.node), self._run.socket_of("agent"))
         self._run.write_endpoint("agent", at, node=self._settings.node)
@@ -183,7 +184,7 @@ class AgentDaemon:
         self._adopt()
         if self._settings.job:
             self._driver.post(JobFormed())
-        self._watch_launcher()  # after the adoption: without workers an agent would leave at once
+        self._watch_launcher()  # after the adoption, because an agent without launcher and workers leaves
         self._begin_memory()
         self._council.begin()
         notices = NoticeWatch.of(self._settings, self._run.path, self._post, self._journal)
@@ -213,7 +214,7 @@ class AgentDaemon:
         return self._over.result()
 
     def _begin_memory(self) -> None:
-        """With several nodes, start to send the in-memory states of the ranks to another node."""
+        """Start to copy the in-memory states of this node's ranks to another node. Do nothing in a job of one node."""
         peers = self._council.peers
         if peers is None:
             return
@@ -223,7 +224,10 @@ class AgentDaemon:
         peers.memory_port = self._buddies.begin()
 
     async def _end(self, server: asyncio.Server) -> None:
-        """End all processes of the run on this node, and remove its status pages and endpoint files."""
+        """End the run's processes on this node, and remove its status pages and endpoint files.
+
+        In library mode the workers are not ended.
+        """
         self._driver.close()
         if self._waiting is not None:
             self._waiting.cancel()
@@ -241,7 +245,7 @@ class AgentDaemon:
             if left:
                 self._journal.append("leftovers_killed", {"pids": left})
                 await asyncio.gather(*(wait_gone(pid, LINGER_S) for pid in left))
-        # The controller learns of steps only at an event: the last committed step is on the pages alone.
+        # The controller is not informed of every step: only the status pages have the last committed step.
         step = committed_step(each_page(self._run.pages_link, PAGE))
         self._run.remove_pages()
         self._run.remove_endpoint("agent")
@@ -254,7 +258,7 @@ class AgentDaemon:
         parent = os.getppid()
         if self._settings.library:
             return
-        if self._run.launcher_is_gone():  # before this successor of a dead agent watched it
+        if self._run.launcher_is_gone():  # it ended before this agent, a successor, could watch it
             self._driver.post(LauncherGone())
             return
         if parent == 1 and not self._run.launcher_lock.exists():
@@ -274,7 +278,10 @@ class AgentDaemon:
         loop.add_reader(pidfd, gone)
 
     def _adopt(self) -> None:
-        """Adopt the living workers of a dead agent, and report those that died meanwhile from their status pages."""
+        """Adopt the living workers of a dead agent.
+
+        Report each worker that is no longer alive, with the facts from its status page.
+        """
         dismiss_spares(self._run)
         for member_id, pid in recorded_members(self._run):
             if pid and (self._settings.library or belongs(pid, self._run)):
@@ -290,7 +297,7 @@ class AgentDaemon:
     # ------------------------------------------------------------ in
 
     def _post(self, event: AgentEvent) -> None:
-        """Handle an event of a component of this agent before the call returns."""
+        """Handle an event that a component of this agent posts. The event is handled when the call returns."""
         match event:
             case ProcessGone():
                 self._gone(event)
@@ -343,12 +350,15 @@ class AgentDaemon:
     # ------------------------------------------------------------ job of several nodes
 
     def _join_job(self, job: str) -> None:
-        """Store the job's name, which checkpoints carry and under which all nodes save by default."""
+        """Save the name of the job in the settings of the run, and report to the state machine that the job is formed.
+
+        Checkpoints carry the name. It also names the default checkpoint directory, which all nodes share.
+        """
         self._settings = msgspec.structs.replace(self._settings, job=job)
         self._settings.save(self._run.path)
         self._procs.use(self._settings)
         if self._settings.library:
-            self._keys.live_at(FIRST_NODE)  # in library mode no order to start names this node
+            self._keys.live_at(FIRST_NODE)  # no StartMembers order names it in library mode
         else:
             share_checkpoints(self._run, job)
         self._driver.post(JobFormed())
@@ -360,7 +370,7 @@ class AgentDaemon:
     def _welcome(self, channel: Channel[WireMessage], hello: WorkerHello) -> None:
         member_id = hello.member_id
         if member_id in self._exited or not self._run.page_path(member_id).exists():
-            self._procs.refuse(member_id, hello.pid)  # given up: the zygote that forked it was lost
+            self._procs.refuse(member_id, hello.pid)  # its start was given up when the zygote was lost
             self._refuse(channel)
             return
         self._member_of[channel] = member_id
@@ -381,7 +391,10 @@ class AgentDaemon:
             self._bury(member_id)
 
     def _answer(self, answer: KvAnswered) -> None:
-        """Send an answer to its worker, or to the agent of its node if the worker is not connected here."""
+        """Send a key-value reply to its worker.
+
+        If that worker is not connected here, send the reply to the agent that forwarded the request.
+        """
         channel = self._workers.get(answer.member_id)
         if channel is not None:
             channel.send(answer.reply)
@@ -410,7 +423,10 @@ class AgentDaemon:
         self._let_speak(member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
 
     def _let_speak(self, member_id: MemberId, until_s: float) -> None:
-        """Report a dead member after its last messages are read: they may be in the socket, and give the cause."""
+        """Report a dead member after all messages in its socket are read, or at ``until_s``.
+
+        The messages may show the cause of the death.
+        """
         loop, channel = asyncio.get_running_loop(), self._workers.get(member_id)
         if channel is not None and channel.unread and loop.time() < until_s:
             loop.call_later(WORD_S, self._let_speak, member_id, until_s)
@@ -490,7 +506,7 @@ class AgentDaemon:
             raise InternalError(f"the agent cannot act on {type(message).__name__}")
 
     async def _start_when_written(self, order: StartMembers) -> None:
-        """Start members after the writers (save processes) of dead workers end: one may hold the newest state."""
+        """Start members after the writers of dead workers have ended: a writer may still save the newest state."""
         since, pids = time.monotonic(), writers(self._run)
         left = await wait_written(self._run, WRITERS_WAIT_S)
         waited_s = round(time.monotonic() - since, 3)
@@ -499,10 +515,10 @@ class AgentDaemon:
             self._start(order)
 
     def _start(self, order: StartMembers) -> None:
-        """Start the members of one generation."""
+        """Start the members that ``order`` names. All belong to one generation."""
         self._keys.live_at(order.kv_node)
         self._keys.begin(order.attempt)
-        if not order.join:  # with it, the job resumes only when the new members are ready
+        if not order.join:  # with `join`, the job resumes only when the new members are ready
             self._remains.clear(order.generation)
         for single in self._orders(order):
             if single.assignment.member_id not in self._exited:  # killed during the wait for writers
@@ -530,7 +546,10 @@ class AgentDaemon:
         ]
 
     def _call(self, call: CallSpare) -> None:
-        """Make a spare process a member. If the spare is gone or stopped, start the member from scratch instead."""
+        """Make a spare process a member.
+
+        If the spare is gone or stopped, start a new process for the member instead.
+        """
         channel, life = self._workers.pop(call.spare, None), self._procs.living.get(call.spare)
         if channel is None or life is None or sample(life.pid).process in STOPPED:
             self._procs.kill(call.spare)
@@ -589,7 +608,7 @@ def lock_agent(run: RunDir) -> int:
 
 
 def main(run_dir: str) -> int:
-    """Run one agent, and return the exit code of the run."""
+    """Run the agent of run directory ``run_dir``, and return the exit code of the run."""
 
     async def serve() -> int:
         return await AgentDaemon.open(run).serve()

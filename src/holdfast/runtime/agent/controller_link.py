@@ -37,9 +37,9 @@ MODULE = MODULES["controller"]
 START_S = 20.0
 FOLLOW_S = 3.0
 POLL_S = 0.02
-# If the silence is noticed later than its bound by this much, the agent itself did not run in between.
+# If a silence is noticed this many seconds after its bound, the agent itself was not running in between.
 STOOD_S = 3.0
-SPAWN_AGAIN_S = 0.5  # pause before another try: a full disk or process table is not free at once
+SPAWN_AGAIN_S = 0.5  # pause before another start: a full disk or process table stays full for a while
 END_WAIT_S = 5.0
 
 
@@ -47,8 +47,8 @@ class ControllerLink:
     """The connection to at most one controller at a time.
 
     Args:
-        post: takes ControllerUp, ControllerHere, ControllerGone and every message of the controller.
-        silent_s: the controller is given up after a silence of this time.
+        post: receives ControllerUp, ControllerHere, ControllerGone and every message of the controller.
+        silent_s: seconds without a message from the controller after which the connection is closed.
     """
 
     def __init__(
@@ -80,7 +80,10 @@ class ControllerLink:
         )
 
     async def join_local(self) -> Endpoint | None:
-        """Connect to the living controller that an earlier agent left on this node. Return its endpoint, or None."""
+        """Connect to the controller that an earlier agent started on this node.
+
+        Return the endpoint of the controller; None if no connection is possible.
+        """
         endpoint = self._run.read_endpoint("controller")
         if endpoint is None or not serves(endpoint.pid, MODULE, self._run.path):
             return None
@@ -94,15 +97,16 @@ class ControllerLink:
     def start(self, term: int, *, alone: bool = False) -> None:
         """Start the controller of ``term`` on this node and connect to it.
 
-        The result is posted: ControllerUp and ControllerHere, or ControllerGone (the state machine then decides about
-        another try). With ``alone`` no other agent is invited to the controller, and ControllerUp is not posted.
+        After success, ControllerUp and ControllerHere are posted. After a failure, ControllerGone is posted, and the
+        state machine decides about another try. With ``alone`` the controller serves only this node: ControllerUp,
+        which would lead to an invitation of the other agents, is not posted.
         """
         self._replace(self._start(term, alone))
 
     def follow(self, at: Address, term: int) -> None:
-        """Connect to the controller of ``term`` on another node.
+        """Connect to the controller of ``term`` at ``at``, on another node, and kill any controller of this node.
 
-        The result is posted: ControllerHere or ControllerGone.
+        ControllerHere is posted after success, ControllerGone after a failure.
         """
         self.kill_local()
         self._replace(self._follow(at, controller_of(term)))
@@ -110,7 +114,7 @@ class ControllerLink:
     def send(self, message: Message) -> bool:
         """Send a message to the controller.
 
-        Return False without a connection; the state machine then keeps the messages that matter.
+        Return False if there is no connection. The state machine itself keeps the messages that must not be lost.
         """
         if isinstance(message, AgentHello | AgentBeat):
             message = msgspec.structs.replace(message, clock_ns=time.monotonic_ns())
@@ -118,7 +122,10 @@ class ControllerLink:
         return channel is not None and channel.send(message)  # type: ignore[arg-type]  # machines send wire messages
 
     async def end(self) -> None:
-        """Wait until the controller of this node has ended; kill it if it has not ended in time."""
+        """Close the connection, and wait for the end of this node's controller.
+
+        Kill a controller that does not end in time.
+        """
         self._ending = True
         await self._cancel()
         if self._channel is not None:
@@ -211,7 +218,7 @@ class ControllerLink:
         self._listen()
 
     def _listen(self) -> None:
-        """Close the connection if no message has come for ``silent_s``; otherwise look again later."""
+        """Close the connection if the controller was silent for ``silent_s`` seconds; otherwise check again later."""
         if self._watch is not None:
             self._watch.cancel()
         if self._channel is None or self._ending:
@@ -242,5 +249,5 @@ class ControllerLink:
 
 
 def controller_up(endpoint: Endpoint) -> ControllerUp:
-    """Return the event for the election: the controller of this node listens at ``endpoint``."""
+    """Return the event that reports ``endpoint``, at which this node's controller listens, to the election."""
     return ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port)

@@ -1,9 +1,9 @@
-"""The event that reports the end of a worker, read from the status page that the worker left.
+"""The report of a worker's end, made from the status page that the worker left.
 
-Theory. If the page does not exist, the process never began. A page that exists may be unreadable for the moment (no
-file descriptor is left, an I/O error). A decision needs its content as evidence, so the page is read again. After a
-bound the event reports that the position of the worker is not known. It then differs from the event of a process that
-never began.
+Theory. If the page does not exist, the process never began. A page that exists may be unreadable for a moment, because
+of an I/O error or a lack of file descriptors. A decision needs the page as evidence, so it is read again for up to
+``READ_WAIT_S`` seconds. After that the report gives the worker's position as unknown. Such a report differs from that
+of a process that never began.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.store.shared_memory.memory_slots import kept_steps
 from holdfast.store.shared_memory.update_log import reachable
 
 READ_WAIT_S, READ_AGAIN_S = 5.0, 0.05
-"""For how long an unreadable page is tried again, and how often."""
+"""Seconds for which an unreadable page is read again, and seconds between two reads."""
 
 STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.STARTING: "starting",
@@ -62,15 +62,16 @@ def read_death(
     *,
     several: bool = False,
 ) -> MemberExited:
-    """Return the event that reports the end of a member, read from the status page that it left.
+    """Return the report of a member's end, made from its status page at ``path``.
 
     Args:
-        logs: the directory of the ``attempt-NNN/`` directories.
-        several: the job has several nodes; then only complete states in memory count.
+        logs: the directory that has the worker logs in ``attempt-NNN/`` directories.
+        code: the exit code; None if it is not known or a signal ended the process.
+        several: True for a job of several nodes, where only complete states in memory are reported.
 
     Raises:
         OSError: the page exists, but cannot be read now.
-        ProtocolError: the file is no page of this version.
+        ProtocolError: the file is not a status page of this version.
     """
     generation, step, phase, staged = Generation(0, 0), 0, Phase.STARTING, 0
     kept: tuple[int, ...] = ()
@@ -117,12 +118,12 @@ def read_in_time(
     post: Callable[[DeathRead], None],
     until_s: float,
 ) -> None:
-    """Read the end of a member, and repeat this while its page is unreadable. The event loop is not blocked.
+    """Post the report of a member's end, after repeated reads if its page is unreadable. The event loop is not blocked.
 
     Args:
-        read: see ``read_death``.
-        unread: the event for a page that stays unreadable until ``until_s``.
-        post: takes the event, with the reason if ``unread`` is used.
+        read: a function that calls ``read_death`` for the member.
+        unread: the report to post if the page is still unreadable at ``until_s``.
+        post: receives the report. If the report is ``unread``, it also receives the reason.
         until_s: time limit, on the clock of the running event loop.
     """
     loop = asyncio.get_running_loop()
@@ -139,7 +140,7 @@ def read_in_time(
 def without_page(
     member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
 ) -> MemberExited:
-    """Return the event for a member whose page cannot be read: its position is unknown."""
+    """Return the report of a member's end when its page cannot be read. Its step and position are unknown."""
     return MemberExited(
         member_id=member_id,
         node_id=node_id,
@@ -154,9 +155,9 @@ def without_page(
 
 
 def _log_size_bytes(logs: Path | str, rank: int) -> int:
-    """Return the size of the newest log of a rank, which is the log of the dead member.
+    """Return the size in bytes of a rank's newest log; 0 if it cannot be read.
 
-    The replacement of that member has not begun to write.
+    It is the log of the dead member, because the member's replacement has not begun to write.
     """
     found = Path(logs).glob(f"attempt-*/rank-{rank:05d}.log")
     newest = max(found, key=lambda path: (len(path.parent.name), path.parent.name), default=None)

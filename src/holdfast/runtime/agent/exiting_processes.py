@@ -1,8 +1,8 @@
 """Processes that were reported as exited before the kernel has freed their memory and devices.
 
-The kernel needs milliseconds to free memory, and many seconds for a large device memory or page-locked memory. A new
-worker that needs the memory waits as long as the end of the old process makes progress. An end without progress hangs
-in a device or a disk, and no worker waits for it.
+Freeing takes milliseconds for ordinary memory, and many seconds for a large device memory or page-locked memory. No new
+worker starts while the exit of an old process makes progress. An exit without progress is stuck in a device or a disk,
+and no worker waits for it.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ class ExitingProcesses:
     """The exiting processes of one node.
 
     Args:
-        post: takes MemoryFreed when no process is left to wait for.
+        post: receives MemoryFreed when no process is left to wait for.
     """
 
     def __init__(self, post: Callable[[MemoryFreed], None]) -> None:
         self._post = post
-        self._until_s: dict[int, float] = {}  # by pid: the end of the wait
+        self._until_s: dict[int, float] = {}  # by pid: the latest end of the wait
 
     def __bool__(self) -> bool:
         return bool(self._until_s)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids that are waited for."""
+        """The ids of the processes that new workers wait for."""
         return tuple(self._until_s)
 
     def add(self, pid: int) -> None:
-        """Begin to wait for this process."""
+        """Begin to wait for the exit of process ``pid``."""
         self._until_s[pid] = time.monotonic() + END_MOST_S
         self._look_again(pid)
 
     def remove(self, pid: int) -> None:
-        """Stop waiting for this process: its memory is free, or its end makes no progress."""
+        """Stop waiting for process ``pid``, because its memory is free or its exit makes no progress."""
         self._until_s.pop(pid, None)
         if not self._until_s:
             self._post(MemoryFreed())

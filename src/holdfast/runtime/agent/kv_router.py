@@ -1,13 +1,13 @@
-"""The routing of key-value requests: this agent serves those of its workers, or forwards them to another node's agent.
+"""The routing of workers' key-value requests: this agent answers them, or forwards them to another node's agent.
 
-With several nodes the keys of a generation are in the agent of rank 0's node. The other agents forward requests to it.
-When a lost connection to it is up again, they send the unanswered requests again. A repeated change is still made once
-(``runtime/agent/kv_server.py``).
+With several nodes the agent of rank 0's node has the keys of a generation. The other agents forward requests to that
+agent. When a lost connection to that agent is up again, they send the unanswered requests again. A repeated change is
+still made only once (``runtime/agent/kv_server.py``).
 
-The agent with the keys serves until the run ends, even if its node has no workers: workers of other nodes may still
-wait for each other. When all workers start again, the keys are cleared before the first request of that start,
-whichever node it comes from. A request of an earlier start is dropped. Both the keys and the name of their node outlive
-the agent.
+The agent with the keys serves them until the run ends, even if its node has no workers, because workers of other nodes
+may still wait for each other. When all workers start again, the keys are cleared before the first request of the new
+start, whichever node sends the request. A request of an earlier start is dropped. The keys, and the name of the node
+that has them, outlive the agent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class KvRouter:
     """The router of one agent's key-value requests.
 
     Args:
-        me: this node.
-        server: the store of this agent.
-        post: takes answers, and requests for another agent. Its handler does not call the router.
+        me: the node of this agent.
+        server: the key-value store of this agent.
+        post: receives replies for workers, and requests for another agent. Its handler must not call the router.
     """
 
     def __init__(self, me: NodeId, server: KvServer, post: Callable[[KvEvent], None]) -> None:
@@ -37,10 +37,13 @@ class KvRouter:
         self._server = server
         self._post = post
         self._forwarded: dict[tuple[MemberId, int], KvForward] = {}  # without an answer so far
-        self._asked_by: dict[MemberId, NodeId] = {}  # node of each worker of another node
+        self._asked_by: dict[MemberId, NodeId] = {}  # by worker: the node that forwarded its request
 
     def live_at(self, node_id: str) -> None:
-        """Set the node that serves the keys of the generation that begins; empty: each agent serves its own workers."""
+        """Set the node whose agent has the keys of the new generation.
+
+        If ``node_id`` is empty, each agent has the keys of its own workers.
+        """
         self._server.live_at("" if node_id == self._me else node_id)
 
     def begin(self, attempt: int) -> None:
@@ -48,7 +51,7 @@ class KvRouter:
         self._server.begin(attempt)
 
     def request(self, member_id: MemberId, request: KvRequest) -> None:
-        """Serve or forward a request of a worker of this node."""
+        """Answer or forward a key-value request of a worker of this node."""
         if not self._server.home:
             self._serve(member_id, request)
             return
@@ -57,9 +60,9 @@ class KvRouter:
         self._post(KvForwarded(NodeId(self._server.home), forward))
 
     def heard(self, node_id: NodeId, message: KvForward | KvBack) -> None:
-        """Handle a message of another agent: a request of one of its workers, or the answer to a forwarded request."""
+        """Handle a message of another agent: a request of one of its workers, or the reply to a forwarded request."""
         if isinstance(message, KvForward):
-            # The order to start may come to this node later than this request.
+            # This request may reach this node before the order to start its workers.
             self._server.begin(message.attempt)
             if message.attempt < self._server.attempt:
                 return
@@ -69,13 +72,16 @@ class KvRouter:
             self._answer([(message.member_id, message.reply)])
 
     def line_is_up(self, node_id: NodeId) -> None:
-        """Send the unanswered requests again to agent ``node_id``, which is connected again, if it serves the keys."""
+        """Forward the unanswered requests again if the newly connected agent of ``node_id`` has the keys."""
         if node_id == self._server.home:
             for forward in self._forwarded.values():
                 self._post(KvForwarded(node_id, forward))
 
     def forget(self, member_id: MemberId) -> None:
-        """Drop the open requests of a worker whose connection closed: it sends them again after it reconnects."""
+        """Drop the open requests of a worker whose connection closed.
+
+        The worker sends them again after it reconnects.
+        """
         self._server.forget(member_id)
         for key in [key for key in self._forwarded if key[0] == member_id]:
             del self._forwarded[key]

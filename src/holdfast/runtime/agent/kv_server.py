@@ -3,10 +3,11 @@
 Keys are text, values bytes. The callers put a prefix per generation before each key, so a new generation never reads
 keys of an old one. Each change is appended to a log in shared memory before it is answered, so the store outlives its
 agent. A client sends a change again if the agent died before the answer; the change is still made once. A long log is
-replaced by a new file with the current keys and the answers that clients may request again. A log that had no room for
-a change is replaced in the same way as soon as there is room; until then only this agent has that change.
+replaced by a new file with the current keys and the answers that clients may request again. If shared memory had no
+room to log a change, the log is replaced in the same way as soon as there is room. Until then a successor agent would
+not have that change.
 
-The keys stay until all workers of the job start again, or the run ends: workers of other nodes may need them after the
+The keys stay until all workers of the job start again, or the run ends. Workers of other nodes may need them after the
 last worker of this node is gone.
 
 Only ``wait`` blocks. Meaning of a reply by operation:
@@ -14,13 +15,13 @@ Only ``wait`` blocks. Meaning of a reply by operation:
 ========== ===================================================================================
 set        stores ``value`` under ``keys[0]``
 get        ``value``; ``error="missing"`` when absent
-add        adds ``amount`` to the decimal number under ``keys[0]`` (absent = 0); ``number``
-append     appends ``value``
-compare_set like ``torch.distributed.Store``: ``value`` is what is stored afterwards, ``ok`` = it was set
+add        adds ``amount`` to the decimal number under ``keys[0]`` (absent = 0); ``number`` = the sum
+append     appends ``value`` to the value of ``keys[0]`` (absent = empty); ``value`` = the whole
+compare_set like ``torch.distributed.Store``: ``value`` is the current value afterwards, ``ok`` = it was set
 check      ``ok`` = all ``keys`` exist
 wait       answers when all ``keys`` exist, or ``error="timeout"`` after ``timeout_s``
 delete     ``number`` of keys removed
-count      ``number`` of keys that begin with ``keys[0]`` (all without ``keys``)
+count      ``number`` of keys that begin with ``keys[0]`` (all keys if ``keys`` is empty)
 ========== ===================================================================================
 """
 
@@ -41,35 +42,35 @@ from holdfast.wire import FrameReader, frame
 
 SIZE_BYTES_MAX = 256 * 1024 * 1024
 KEYS_MAX = 1_000_000
-LOG_SIZE_BYTES_MAX = 64 * 1024 * 1024  # above it the log is rewritten from the store, if that halves it
-ANSWERS_KEPT = 64  # per member
+LOG_SIZE_BYTES_MAX = 64 * 1024 * 1024  # a longer log is rewritten from the store if that halves it
+ANSWERS_KEPT = 64  # replies kept per member
 
 Replies = list[tuple[MemberId, KvReply]]
 
 
 class _Change(msgspec.Struct, frozen=True, tag="change"):
-    """A record of the log: a change that a member requested."""
+    """A log record: a change that a member requested."""
 
     who: MemberId
     request: KvRequest
 
 
 class _Key(msgspec.Struct, frozen=True, tag="key"):
-    """A record of a shortened log: one key and its value."""
+    """A log record of a shortened log: one key and its value."""
 
     key: str
     value: bytes
 
 
 class _KvPlace(msgspec.Struct, frozen=True, tag="place"):
-    """A record of the log: the number of the job start that the keys belong to, and the node that serves the keys."""
+    """A log record: the number of the job's start that the keys belong to, and the node that serves the keys."""
 
     attempt: int
     home: str
 
 
 class _Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """A record of a shortened log: the answer to a change that was made."""
+    """A log record of a shortened log: the reply to a change that was made."""
 
     who: MemberId
     reply: KvReply
@@ -81,11 +82,11 @@ _DECODER: msgspec.msgpack.Decoder[_Line] = msgspec.msgpack.Decoder(_Line)
 
 
 class KvServer:
-    """The key-value store of one agent. Its methods return replies, which the caller sends. Made by :meth:`open`.
+    """The key-value store of one agent, created by :meth:`open`. Its methods return replies, which the caller sends.
 
     Attributes:
-        attempt: the number of the start of all workers that the keys belong to; -1: not known.
-        home: the node whose agent serves the workers of this node; empty: this node.
+        attempt: the number of the job's start (of all workers) to which the keys belong; -1: not known.
+        home: the node whose agent has the keys of this node's workers; empty: this node.
     """
 
     def __init__(self, log: Path, fd: int) -> None:
@@ -114,7 +115,7 @@ class KvServer:
 
     @classmethod
     def open(cls, log: Path) -> Self:
-        """Return the store whose changes are in the file ``log``, with everything that an earlier agent left there.
+        """Return the store with the log file ``log``, and with the keys that an earlier agent logged there.
 
         Raises:
             OSError: the file cannot be written.
@@ -124,7 +125,10 @@ class KvServer:
         return server
 
     def request(self, now: float, who: MemberId, request: KvRequest) -> Replies:
-        """Execute one request, and return the replies that are due now. A ``wait`` is answered when its keys exist."""
+        """Execute one request of member ``who``, and return the replies that are due now.
+
+        A ``wait`` is answered when its keys exist. ``now`` is in seconds, on the same clock as for :meth:`expire`.
+        """
         if request.op == "wait":
             if all(key in self._data for key in request.keys):
                 return [(who, KvReply(request_id=request.request_id))]
@@ -141,25 +145,28 @@ class KvServer:
         return [(who, self._change(who, request)), *self._wake()]
 
     def expire(self, now: float) -> Replies:
-        """Return the ``timeout`` replies to the waits whose time is over."""
+        """Return a ``timeout`` reply for each ``wait`` request whose time limit has passed at ``now``, in seconds."""
         over = [wait for wait, (deadline, _) in self._waits.items() if deadline <= now]
         return [
             (who, KvReply(request_id=number, ok=False, error="timeout")) for who, number in self._drop(over)
         ]
 
     def forget(self, who: MemberId) -> None:
-        """Drop the waits of a caller that is gone."""
+        """Drop the unanswered ``wait`` requests of a member that is gone."""
         self._drop([wait for wait in self._waits if wait[0] == who])
 
     def begin(self, attempt: int) -> None:
-        """Begin the ``attempt``-th start of all workers: drop the keys of earlier starts, once."""
+        """Begin the ``attempt``-th start of all workers: drop the keys of earlier starts.
+
+        A repeated call does nothing.
+        """
         if attempt > self.attempt:
             self.attempt = attempt
             self._clear()
             self._write(self._place)
 
     def live_at(self, home: str) -> None:
-        """Set the node that serves the workers of this node; empty: this node."""
+        """Set the node whose agent has the keys of this node's workers; empty: this node."""
         if home != self.home:
             self.home = home
             self._write(self._place)
@@ -191,7 +198,7 @@ class KvServer:
     def _write(self, line: _Change | _KvPlace) -> None:
         """Append a record to the log, before the change is made.
 
-        If shared memory is full, the workers are served without the record.
+        If shared memory is full, the change is made without a record.
         """
         data = frame(_ENCODER.encode(line))
         try:
@@ -206,7 +213,10 @@ class KvServer:
             self._lacks = True
 
     def _shorten(self) -> None:
-        """Replace the log atomically by a shorter one with the same content. A successor finds one of the two."""
+        """Replace the log atomically by a shorter one with the same content.
+
+        A successor finds the old or the new file.
+        """
         lines: list[_Line] = [self._place]
         lines += [_Key(key, value) for key, value in self._data.items()]
         lines += [_Answer(who, reply) for who, kept in self._answers.items() for reply in kept.values()]
@@ -229,7 +239,7 @@ class KvServer:
                 self._note(line.who, line.reply)
 
     def _recall(self) -> None:
-        """Make the logged changes again. A torn change at the end was never answered, so it is cut off."""
+        """Restore the store from its log. An incomplete record at the end was never answered, so it is cut off."""
         reader = FrameReader(FRAME_SIZE_BYTES_MAX)
         whole_bytes = 0
         reader.feed(self._log.read_bytes())

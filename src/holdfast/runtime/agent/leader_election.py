@@ -1,4 +1,5 @@
-"""The choice of the controller by one agent: an election among the agents, and the connection to the new controller.
+"""The agent's part in the choice of the controller: the election among the agents, and the connection to the
+controller.
 
 With one node the election has one voter. Several agents first connect to each other (``runtime/agent/peers.py``). The
 agent at the first contact (the address that all agents dial first) names the first voters as soon as enough nodes are
@@ -92,7 +93,7 @@ def load_kept(run: RunDir) -> HardState:
 
 
 def last_line(run: RunDir) -> LinePlace:
-    """Return (term, number) of the newest line of a controller in this node's event log."""
+    """Return (term, number) of the newest line of a controller in this node's event log; ``NO_PLACE`` without one."""
     lines = (line_of(event) for event in event_log.read_since(run.journal, SNAPSHOT))
     return max(lines, default=NO_PLACE)
 
@@ -107,8 +108,8 @@ class LeaderElection:
 
     Args:
         kept: the term and vote that this node has saved in elections.
-        mirror: takes the event log lines of the controller.
-        post: takes ControllerHere, ControllerGone, the messages of the controller, and what the other agents send.
+        mirror: the event log writer for the lines that the controller sends.
+        post: receives ControllerHere, ControllerGone, the messages of the controller, and those of other agents.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class LeaderElection:
         self._me = NodeId(settings.node)
         self._kept = kept
         self._mirrored = NO_PLACE
-        self._heard_job = ""  # with the last message about an election
+        self._heard_job = ""  # the job of the last message about an election
         self._mirror = mirror
         config = ElectionConfig(node_id=self._me)
         self._election = Election(config, self._kept)
@@ -148,7 +149,7 @@ class LeaderElection:
         return self._driver.failure
 
     def begin(self) -> None:
-        """Start to look for the controller, and name the first voters if this agent is the one to do that."""
+        """Start to find or elect the controller. The agent at the first contact also names the first voters."""
         if self._settings.several:
             self._look_at_log()
         self._spawn(self._begin())
@@ -160,16 +161,16 @@ class LeaderElection:
         self._driver.post(LeaderLost())
 
     def _look_at_log(self) -> tuple[int, int]:
-        """Read (term, number) of the newest controller line in this node's event log. Post and return them.
+        """Post (term, number) of the newest controller line in this node's event log, and return the pair.
 
-        A controller on this node writes its lines into the log itself, so they do not pass through the mirror.
+        A controller on this node writes its lines into the log itself, so the mirrored lines do not include them.
         """
         term, number = self._mirrored = max(self._mirrored, last_line(self._run))
         self._driver.post(LogHeld(term=term, number=number))
         return self._mirrored
 
     def send(self, message: Message) -> bool:
-        """Send a message to the controller. Return False without a connection."""
+        """Send a message to the controller. Return False if there is no connection."""
         return self._link.send(message)
 
     async def end(self) -> None:
@@ -209,10 +210,11 @@ class LeaderElection:
             await self._form(peers)
 
     async def _form(self, peers: Peers) -> None:
-        """Wait until this agent belongs to a job. The agent at the first contact founds one when the time has come.
+        """Wait until this agent belongs to a job.
 
-        An agent belongs to a job from its first electorate on. If the other agents leave before that, the job has no
-        leader that it could wait for.
+        The agent at the first contact founds the job when enough agents are connected. An agent belongs to a job as
+        soon as it has an electorate. If it has none within ``join_s`` seconds, post ``NotJoined``: too few agents have
+        met, or the job of the other agents has no leader.
         """
         settings, meeting = self._settings, peers.meeting
         elsewhere, until_s = "", time.monotonic() + settings.join_s
@@ -237,7 +239,7 @@ class LeaderElection:
         self._driver.post(Founded(voters=voters, witness=bool(self._settings.witness)))
 
     def _without_leader(self, peers: Peers) -> NotJoined:
-        """Return the event for a job to which other agents belong, and whose leader was not heard of in time."""
+        """Return the event for this case: other agents belong to a job, but its leader is not known in time."""
         reason = (
             f"the job {peers.meeting.elsewhere} has no leader: {self._me} met its agents {self._settings.join_s:g} s "
             f"ago and has heard of none; other agents here: {len(peers.here) - 1}\n"
@@ -246,7 +248,7 @@ class LeaderElection:
         return NotJoined(Exit.UNMET, reason)
 
     def _not_met(self, peers: Peers) -> NotJoined:
-        """Return the event for a job that was not formed in time."""
+        """Return the event for this case: no job was formed in time. The event contains the reason."""
         settings, here = self._settings, peers.here
         first = ", ".join(settings.contacts[: settings.first_contacts])
         where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"
@@ -266,12 +268,12 @@ class LeaderElection:
     # ---------------------------------------------------------------- in
 
     def _take(self, event: PeersEvent | LinkEvent) -> None:
-        """Handle an event of a component of this election before the call returns."""
+        """Handle an event that a component of this election posts. The event is handled when the call returns."""
         match event:
             case FromPeer(node_id, message):
                 if isinstance(message, KvForward | KvBack):
                     self._post(KvReceived(node_id, message))
-                elif job := self._job_of_others():  # otherwise it is sent again
+                elif job := self._job_of_others():  # dropped otherwise; its sender repeats it
                     self._heard_job = job
                     self._driver.post(message)
             case PeerHere():
@@ -293,7 +295,7 @@ class LeaderElection:
                 self._post(event)
 
     def _job_of_others(self) -> str:
-        """Return the name of the job that the elections of the other agents are about; empty: it is not known yet."""
+        """Return the name of the job in which the other agents hold elections; empty: not known yet."""
         return "" if self.peers is None else self.peers.job or self.peers.meeting.elsewhere
 
     # ---------------------------------------------------------------- out
@@ -309,7 +311,7 @@ class LeaderElection:
             self._link.start(command.term)
         elif isinstance(command, Follow):
             if self.peers is not None and not self.peers.job:
-                self._post(JobNamed(self._heard_job))  # the leader may have ranks started here
+                self._post(JobNamed(self._heard_job))  # the leader may order starts of ranks here
             self._link.follow(Address(command.lead.host, command.lead.port), command.lead.term)
         elif isinstance(command, StepDown):
             self._journal.append("stood_down", {"node": self._me, "reason": command.reason})
@@ -317,7 +319,7 @@ class LeaderElection:
         elif isinstance(command, GiveUp):
             self._journal.append("no_majority", {"node": self._me, "reason": command.reason}, durable=True)
             self._mirror.flush()
-            if self.peers is not None:  # agents that start meanwhile found a job without this one
+            if self.peers is not None:  # agents that start from now on found a job without this one
                 self._spawn(self.peers.end())
             self._link.start(self._kept.term, alone=True)
         elif isinstance(command, Claim):
@@ -363,11 +365,13 @@ class LeaderElection:
 
 
 def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
-    """Claim a change of the electorate at the witness, a shared place that decides which of two nodes may continue.
+    """Claim a change of the electorate at the witness ``root``.
+
+    This shared place decides which of two nodes may continue.
 
     Returns:
-        The voters of the first claim with this number: the claim of this node, or the earlier one of another node.
-        Empty: the witness cannot be used.
+        The voters of the first claim with this number, which is the claim of this node or an earlier one of another
+        node. The tuple is empty if the witness cannot be used.
     """
     if isinstance(root, Url):
         return _claim_in_bucket(root, job, claim)
@@ -389,11 +393,14 @@ def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
 
 
 def _claim_in_bucket(root: Url, job: str, claim: Claim) -> tuple[NodeId, ...]:
-    """Do the work of :func:`claim_once` in a bucket: the first node to create the object continues."""
+    """Claim a change of the electorate as :func:`claim_once` does, in a bucket.
+
+    The first node to create the object may continue.
+    """
     name = f"electorate-{claim.number:06d}.json"
     store = open_store(root)
     try:
-        store.probe()  # on a server that ignores conditions both nodes would succeed
+        store.probe()  # on a server that ignores write conditions both nodes would succeed
         with store.create(f".holdfast-witness-{job}") as directory:
             directory.create(name, msgspec.json.encode(claim.voters), "")
             said = directory.read(name, CLAIM_SIZE_BYTES_MAX)

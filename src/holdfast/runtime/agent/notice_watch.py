@@ -1,8 +1,8 @@
-"""The watch over one node's notices: events that announce the end of a node, such as a preemption.
+"""The watch over one node's notices, which announce the end of the node, such as a preemption.
 
-Theory. A source reports all notices that are valid now. The watch passes on differences only: a new notice, a notice
-with a changed deadline, a notice that is gone. A source that fails withdraws nothing. The failure is logged once for
-each reason.
+Theory. A source reports all notices that are valid now. The watch posts only the differences from the previous report:
+a new notice, a changed deadline, a withdrawn notice. If a source fails, its notices stay valid. Each reason of a
+failure is logged once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class NoticeWatch:
     """The watch over the notices of one node.
 
     Args:
-        node_id: this node.
+        node_id: the watched node, on which this agent runs.
         sources: the sources to ask.
-        post: takes the notices.
+        post: receives each new, changed or withdrawn notice.
         journal: the event log of this node.
     """
 
@@ -47,7 +47,7 @@ class NoticeWatch:
         self._journal = journal
         self._standing: dict[
             str, dict[str, tuple[Foreseen, float]]
-        ] = {}  # by name of the source: the notices that were passed on, each with its deadline
+        ] = {}  # by name of the source: the posted notices that are valid, each with its deadline
         self._failures: dict[str, str] = {}
 
     @classmethod
@@ -58,12 +58,16 @@ class NoticeWatch:
         post: Callable[[Notice], None],
         journal: EventSink,
     ) -> Self:
-        """Return the watch with the sources of a run. Raises: UsageError: ``--notices`` names no source."""
+        """Return the watch with the sources that ``settings`` names.
+
+        Raises:
+            UsageError: ``--notices`` names an unknown source, or a source that cannot work here.
+        """
         return cls(NodeId(settings.node), sources_of(settings, run_dir, os.environ), post, journal)
 
     @property
     def leaving(self) -> bool:
-        """True while a notice is in force, also one about health."""
+        """True while any notice is in force, including a notice about bad health."""
         return any(self._standing.values())
 
     async def watch(self) -> None:
@@ -76,7 +80,7 @@ class NoticeWatch:
             await asyncio.sleep(source.period_s)
 
     async def look(self, source: NoticeSource) -> None:
-        """Ask one source once, and post the differences from its previous answer."""
+        """Ask one source once, and post the differences from its previous report."""
         try:
             found = await source.look()
         except (OSError, ProtocolError) as error:
@@ -114,12 +118,13 @@ class NoticeWatch:
 
 
 def sources_of(settings: RunSettings, run_dir: Path, environment: Mapping[str, str]) -> list[NoticeSource]:
-    """Return all sources that the agent of this node asks.
+    """Return the sources of notices that the agent of this node asks.
 
-    The built-in checks are included only with several nodes: only there can the ranks of a node move to another one.
+    The built-in health checks are included only in a job of several nodes, because only there can ranks move to another
+    node.
 
     Raises:
-        UsageError: ``--notices`` names no source.
+        UsageError: ``--notices`` names an unknown source, or a source that cannot work here.
     """
     if settings.library:
         return []

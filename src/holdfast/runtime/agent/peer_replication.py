@@ -1,16 +1,17 @@
 """Copies of states on a second node: each agent sends the states of its ranks to its buddy, the agent of the next node.
 
 Theory. A state in shared memory is lost with its node. An agent therefore sends each state that one of its ranks has
-kept to the agent of the next node. It sends the slot (the file of the state in shared memory): data first, then the
-marker, which declares the data complete. It sends only after the script has run its code after the block: then nothing
-is sent twice, and no state lacks the effects of that code. The buddy accepts the state if all digests fit. The agent
-then writes the arrival to the rank's status page, and only after that do the ranks keep the next state (they vote on
-it). So at any moment every rank's state of one common step is on two nodes. A process that starts on another node asks
-all agents for the state that it needs.
+kept to its buddy. It sends the slot, which is the file of the state in shared memory: first the data, then the marker,
+which declares the data complete. It sends a slot only after the script has run its code after the block. So no slot is
+sent twice, and no sent state lacks the effects of that code. The buddy accepts the state if all digests match. The
+agent then writes the arrival to the rank's status page. The ranks keep their next state only after they have voted that
+all states have arrived. So at any moment every rank's state of one common step is on two nodes. A process that starts
+on another node requests its state from all agents.
 
 Invariants:
-1. A received slot has a marker only when all bytes are there. A slot that does not fit its digests is dropped.
-2. ``Word.ARRIVED`` names a state only when the buddy has confirmed it, or when there is no other node.
+1. A received slot has a marker only when all its bytes have arrived. A slot that does not match its digests is dropped.
+2. ``Word.ARRIVED`` of a status page is the digest of a state that the buddy has confirmed. Without another node it is
+   the digest of the newest state.
 3. Only complete states are sent.
 """
 
@@ -55,7 +56,10 @@ ROLE = "peer"
 
 
 class ReplicaBegin(msgspec.Struct, frozen=True, tag=True):
-    """The announcement of a state of ``rank``, kept by a process of ``generation`` (packed into one integer)."""
+    """The announcement of the slot with the state of ``rank`` at ``step``.
+
+    ``size_bytes`` is the size of the slot. ``generation`` is that of the process that kept the state, as one integer.
+    """
 
     rank: int
     step: int
@@ -64,7 +68,7 @@ class ReplicaBegin(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaBytes(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of the announced slot, from offset ``start``."""
+    """Bytes of the announced slot, from byte offset ``start``."""
 
     rank: int
     start: int
@@ -72,7 +76,7 @@ class ReplicaBytes(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaMark(msgspec.Struct, frozen=True, tag=True):
-    """The marker of the slot, sent after all its bytes."""
+    """The marker that declares the announced slot complete, sent after all its bytes."""
 
     rank: int
     step: int
@@ -80,7 +84,7 @@ class ReplicaMark(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request for bytes of the slot with the state of ``step``, from offset ``start``."""
+    """A request for bytes of the slot with the state of ``rank`` at ``step``, from byte offset ``start``."""
 
     rank: int
     step: int
@@ -88,9 +92,9 @@ class ReplicaRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to every message: bytes and marker of a slot for a ``ReplicaRequest``.
+    """The answer to each message. The answer to a ``ReplicaRequest`` contains bytes and the marker of the slot.
 
-    ``size_bytes`` is the size of the slot, or 1 for an accepted message that requests nothing; 0: refused.
+    ``size_bytes`` is the size of the requested slot, 1 for any other accepted message, and 0 for a refused message.
     """
 
     size_bytes: int = 0
@@ -103,12 +107,12 @@ _CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]  # a union is no typ
 
 
 class ReplicaServer(AnswerServer[Talk]):
-    """A server that stores states of other nodes' ranks, and sends out the states of this node.
+    """A server that stores states of other nodes' ranks, and returns stored states on request.
 
     Args:
-        directory: the directory of the slots.
-        node: this node.
-        post: takes the stored states each time that they have changed, in a thread of the server.
+        directory: the directory of the slot files.
+        node: the node of this server.
+        post: receives the list of the stored states after each change, in a thread of the server.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class ReplicaServer(AnswerServer[Talk]):
         self._post = post
         self._held: dict[str, tuple[int, ...]] = {}
         self._incoming: dict[int, Incoming] = {}
-        self._newest: dict[int, int] = {}  # generation by rank
+        self._newest: dict[int, int] = {}  # by rank: the newest generation that sent a state
         self._lock = threading.Lock()
 
     def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
@@ -144,7 +148,7 @@ class ReplicaServer(AnswerServer[Talk]):
             case ReplicaMark() if message.rank in self._incoming:
                 self._incoming.pop(message.rank).commit(message.data)
                 with open_kept(self._directory, message.rank, message.step):
-                    pass  # opening it verifies it
+                    pass  # to open the slot verifies it
                 self._held[str(message.rank)] = kept_steps(self._directory, message.rank, whole=True)
                 self._post(HeldStates(node_id=self._node, ranks=dict(self._held)))
             case ReplicaRequest():
@@ -166,13 +170,13 @@ def push(
     secret: Secret,
     generation: int = 0,
 ) -> int:
-    """Send one state to the agent of ``node``, which listens at ``to``.
+    """Send the state of ``rank`` at ``step`` to the agent of ``node``, which listens at ``to``.
 
     Args:
         generation: the generation of the process that kept the state, packed into one integer.
 
     Returns:
-        The digest of the state if that agent has verified it; otherwise 0.
+        The digest of the state if that agent has verified the state; otherwise 0.
     """
     try:
         line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, to, secret, memory_of(node), ROLE)
@@ -195,7 +199,10 @@ def push(
 
 
 def pull(directory: Path, rank: int, step: int, peers: Mapping[str, Address], secret: Secret) -> bool:
-    """Fetch a state from the first agent that has it. Return True if it is here; the caller verifies its bytes."""
+    """Fetch the state of ``rank`` at ``step`` into ``directory``, from the first of ``peers`` that has the state.
+
+    Return True if an agent had the state. The caller verifies its bytes.
+    """
     for node, at in peers.items():
         try:
             line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, at, secret, memory_of(node), ROLE)
@@ -228,12 +235,12 @@ def _asked(line: BlockingChannel[Talk], question: Talk) -> ReplicaAnswer:
 
 
 class PeerReplication:
-    """The copies of states by one agent: it sends the states of its ranks, and stores those of another node.
+    """The replication of one agent: it sends the states of its ranks, and stores those of another node's ranks.
 
     Args:
         living: the members with a process on this node.
-        connected: the other agents with a connection, by node.
-        post: takes the states that this node stores for others.
+        connected: the connected agents of other nodes, by node.
+        post: receives the list of the states that this node stores for other nodes.
     """
 
     def __init__(
@@ -273,7 +280,7 @@ class PeerReplication:
         self._loop.call_soon_threadsafe(self._post, held)
 
     async def _send_states(self) -> None:
-        """Send the states that the ranks of this node keep, as soon as each is complete."""
+        """Send the states that the ranks of this node keep to the buddy, each as soon as it is complete."""
         while True:
             await asyncio.sleep(LOOK_S)
             for path in [self._run.page_path(member_id) for member_id in self._living]:
@@ -302,7 +309,10 @@ class PeerReplication:
             page.close()
 
     def _buddy(self) -> Peer | None:
-        """Return the next node in order among the connected nodes; None without another node."""
+        """Return the connected agent of the next node in the order of names; None if no other node is connected.
+
+        The first node follows the last one.
+        """
         peers = {n: peer for n, peer in self._connected.items() if n != self._me and peer.memory_port}
         later = [node for node in sorted(peers) if node > self._me]
         order = [*later, *sorted(peers)]
@@ -310,7 +320,10 @@ class PeerReplication:
 
 
 def puller(run: RunDir, me: str) -> Callable[[int, int], bool]:
-    """Return a function for a worker that fetches the state of a (rank, step) from another node of the run."""
+    """Return a function that fetches the state of a (rank, step) from another node of the run, for use in a worker.
+
+    The function returns True if another node had the state.
+    """
 
     def get(rank: int, step: int) -> bool:
         try:

@@ -1,8 +1,8 @@
 """The connections between the agents of a job: one to each agent, and a table of the agents and their addresses.
 
-An agent gets one or more contacts, addresses of other agents (``--master-addr`` is one of them). It dials the contacts
-until an agent answers, and then every agent that it knows. It keeps these in ``peers.json``, so it needs no contact
-again.
+An agent gets one or more contacts, which are addresses of other agents (``--master-addr`` is one of them). It dials the
+contacts until an agent answers, and then every agent that it knows. It keeps the addresses of all known agents in
+``peers.json``, so an agent that has joined a job needs no contact.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from holdfast.version import VERSION
 from holdfast.wire import SAME_VERSION, Codec
 
 DIAL_S = 0.3
-GATHER_S = 2.0  # with enough nodes for the ranks, how long to wait for spare nodes
+GATHER_S = 2.0  # wait for spare nodes, as soon as there are enough nodes for the ranks
 DIAL_TIMEOUT_S = 2.0
 NEIGHBOUR_S = 5.0  # an agent on this host answers within this time, even if the host is busy
-REFUSED_S = 10.0  # between two dials to an address that refuses this agent
+REFUSED_S = 10.0  # pause between two dials to an address that refuses this agent
 PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
 
 
@@ -51,12 +51,12 @@ class Peers:
     """The connections to all other agents of the job, and the table of these agents.
 
     Args:
-        post: takes the messages of the agents, ``PeerHere`` for each connection that is up, and refusals.
+        post: receives the messages of the agents, ``PeerHere`` for each new connection, and refusals of this agent.
         job: the job that this agent belongs to; empty: none.
 
     Attributes:
-        meeting: the jobs of this agent and of the connected ones.
-        connected: the other agents with a connection, by node.
+        meeting: the names of the jobs to which this agent and the connected agents belong.
+        connected: the connected agents, by node.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Peers:
         self._journal = journal
         self._post = post
         self._home = str(run.path)
-        self.memory_port = 0  # port for the states in memory
+        self.memory_port = 0  # port of this agent's server for states in memory
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
         self._node_of: dict[Channel[PeerMessage], NodeId] = {}
         self._refused: dict[Address, float] = {}  # by address: the time of the next dial
         self._unreached: dict[Address, str] = {}  # by address: why the last dial failed
-        self._sent_away: dict[NodeId, str] = {}  # why the node was refused, in one line
-        # Nothing is known here about the packages of another interpreter.
+        self._sent_away: dict[NodeId, str] = {}  # by node: why this agent refused its agent
+        # If the workers have another interpreter, the versions of its packages are not known here.
         self._versions = {} if settings.python else {n: v[:VERSION_LENGTH_MAX] for n, v in alike().items()}
-        self._told: set[tuple[str, str]] = set()  # versions of other nodes that were warned about
+        self._told: set[tuple[str, str]] = set()  # (package, version) of other nodes, logged already
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._hub: Hub[PeerMessage] = Hub(
@@ -96,10 +96,12 @@ class Peers:
         )
 
     async def listen(self) -> Peer:
-        """Listen at the first contact if it is on this host and free, otherwise at any port. Return this agent's entry.
+        """Listen at the first port that is free, and return this agent's entry in the table of agents.
+
+        The ports are tried in this order: that of an earlier agent of this node, those of the contacts, any port.
 
         Raises:
-            OSError: the address is not one of this host.
+            OSError: the address to listen at is not one of this host.
             UsageError: another program listens at the first contact, where the other agents expect this host.
         """
         try:
@@ -124,7 +126,9 @@ class Peers:
         return peer
 
     async def _check_neighbour(self, first: Address) -> None:
-        """Check that the first contact, which is on this host but is not this agent, is another agent of the job.
+        """Check that an agent of the job listens at ``first``.
+
+        ``first`` is an address of the first contact on this host, at which this agent does not listen.
 
         Raises:
             UsageError: another program listens there.
@@ -139,21 +143,21 @@ class Peers:
             ) from None
 
     def founds(self) -> bool:
-        """Return True if this agent is at the first contact: it names the first voters.
+        """Return True if this agent names the first voters, because it is at the first contact.
 
-        If several hosts have the name of the first contact, the agent of the first of these nodes names them.
+        If several hosts have the name of the first contact, the agent of the first of these nodes names the voters.
         """
         owners = (n for n, peer in self.known.items() if _at(peer) in self._first)
         return min(owners, key=node_order, default=None) == self.me
 
     @property
     def _first(self) -> list[Address]:
-        """Every address of the first contact."""
+        """The addresses of the first contact: one for each host that has its name."""
         first = self._settings.contacts[: self._settings.first_contacts]
         return [split_endpoint(contact) for contact in first]
 
     def begin(self) -> None:
-        """Start to dial all agents without a connection."""
+        """Start to dial, periodically, all known agents that are not connected."""
         self._task = start_task(self._dial(), self._post)
 
     @property
@@ -167,7 +171,7 @@ class Peers:
         self._publish()
 
     def send(self, to: NodeId, message: PeerMessage) -> bool:
-        """Send a message to one agent. Return False without a connection; the caller then has to repeat the message."""
+        """Send a message to one agent. If it is not connected, return False; the caller has to repeat the message."""
         line = self._lines.get(to)
         return line is not None and line.send(message)
 
@@ -207,7 +211,7 @@ class Peers:
                 await self._hub.connect(at, PEERS, "peer")
         except AuthError as error:
             self._turned_away(at, f"{error.message} ({at})\n  next: {error.hint}")
-        except (OSError, ProtocolError) as error:  # not up yet, or gone: it is dialled again
+        except (OSError, ProtocolError) as error:  # that agent is not up yet, or gone: it is dialled again
             self._unreached[at] = _why(error)
         else:
             self._unreached.pop(at, None)
@@ -224,7 +228,7 @@ class Peers:
 
     @property
     def trouble(self) -> str:
-        """The possible reasons why agents have not met: failed dials, connections with another token, refused nodes."""
+        """Text on why agents may not have met: failed dials, connections with another token, refused nodes."""
         said = [f"{at}: {why}" for at, why in sorted(self._unreached.items())]
         if count := self._hub.refused["token"]:
             said.append(
@@ -261,7 +265,7 @@ class Peers:
         peer = hello.peer
         why = self._unfit(hello)
         if why and not channel.peer_role:
-            return  # this agent dialled: the other one decides
+            return  # this agent dialled, so the other agent decides
         if why:
             self._journal.append("peer_refused", {"node": peer.node_id, "home": peer.home, "reason": why})
             self._sent_away[peer.node_id] = why.partition("\n")[0]
@@ -286,13 +290,12 @@ class Peers:
     def _choose(
         self, node_id: NodeId, older: Channel[PeerMessage], newer: Channel[PeerMessage]
     ) -> Channel[PeerMessage]:
-        """Return the connection to use when there are two to one agent.
+        """Return the connection to use when two lead to the same agent. Close the other one if this side has to.
 
-        Close the other one if this side has to close it.
-
-        If one side dialled twice, it has lost its first connection. If both sides have dialled, the connection of the
-        smaller node name stays, and the agent of the larger name closes its own. The smaller one cannot know whether
-        its connection is still up at the other end.
+        If one side dialled twice, it has lost its first connection, and the newer connection stays. If both sides
+        dialled, the connection that the node with the smaller name dialled stays. The node with the larger name closes
+        the other connection. The node with the smaller name does not, because it cannot know whether its own connection
+        is still up at the other end.
         """
         if bool(older.peer_role) != bool(newer.peer_role):
             if self.me < node_id:
@@ -339,7 +342,10 @@ class Peers:
         return f"there is a {peer.node_id} already\n  next: give each host a --node-rank of its own"
 
     def _learn(self, node_id: NodeId, said: PeerHello | PeerList, said_by: Peer | None = None) -> None:
-        """Add unknown agents and the names of jobs. Update the address of an agent if it sent the address itself."""
+        """Record the unknown agents and the names of jobs in a message of another agent.
+
+        The address of a known agent is updated only if that agent sent the message.
+        """
         changed = self.meeting.told(node_id, said.job, said.near)
         for peer in (*said.known, *([said_by] if said_by is not None else [])):
             if peer.node_id == self.me:
@@ -356,9 +362,9 @@ class Peers:
         self.broadcast(PeerList(job=self.job, known=known, near=self.meeting.near))
 
     def _repeat_job(self, channel: Channel[PeerMessage]) -> None:
-        """Send the names of jobs on a connection that is used from now on.
+        """Send the known names of jobs on ``channel``, the connection that is used from now on.
 
-        They may have been sent on another connection, now lost, after the greeting on this one.
+        Since the greeting on ``channel``, a name may have been sent only on another connection, which is now lost.
         """
         if self.job or self.meeting.near:
             known = tuple(self.known.values())
@@ -385,7 +391,10 @@ def _at(peer: Peer) -> Address:
 
 
 def read_peers(run: RunDir) -> list[Peer]:
-    """Return all nodes that the agent of this run knew last, itself included. Raises: OSError, msgspec.MsgspecError."""
+    """Return the agents that this run's agent knew last, that agent included.
+
+    Raises: OSError, msgspec.MsgspecError.
+    """
     return msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
 
 
@@ -399,7 +408,7 @@ def _why(error: Exception) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this host from which ``host`` is reached. No packet is sent.
+    """Return the IP address of this host from which packets to ``host`` would leave. No packet is sent.
 
     Raises:
         OSError: there is no route, or the name is unknown.

@@ -1,7 +1,7 @@
 """The watch over the progress of one node's workers: stalls are reported, and evidence is collected on request.
 
-The learned time limits are written beside the status pages about once a second. A successor agent then judges like its
-predecessor, and does not wait ten minutes for a worker that stopped while no agent ran.
+About once a second the learned time limits are written to a file beside the status pages. A successor agent then judges
+like its predecessor, and does not wait ten minutes for a worker that stopped while no agent ran.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ FORKED = f"{FORKS}=1".encode()
 MARKS = (Word.STATE, Word.ENTERED_NS, Word.COLLECTIVES, Word.REPEATED, Word.FLAGS, Word.PID, Word.DUE)
 """The words of a status page that change when a worker makes progress."""
 ON_THE_WAY = frozenset({Phase.READY, Phase.ABORTED, Phase.IN_DOUBT})
-"""The phases in which a main thread waits in a recovery for the order to continue."""
+"""The phases in which a worker's main thread waits, during a recovery, for the order to continue."""
 DRAWING = frozenset({Phase.STARTING, Phase.READY, Phase.LOADING, Phase.SECTION, Phase.FORWARD})
-"""The phases in which a script may wait for its own child processes."""
+"""The phases in which a script may wait for its own child processes, such as those of a data loader."""
 
 
 class Watcher:
     """The watch over the workers of one node.
 
     Args:
-        living: the processes of this node, by member.
-        connected: the workers with a connection to the agent. They can be asked for records.
-        post: takes the messages to the controller.
+        living: the worker processes of this node, by member.
+        connected: the members that are connected to the agent. Only these can be asked for framework records.
+        post: receives the messages to the controller, RecordsWanted and LookedLast.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Watcher:
         self._told_s = 0.0
         self._late_s = 0.0
         self._children_s = 0.0
-        self._children: dict[int, int] = {}  # stopped child processes, by the worker that waits for each
+        self._children: dict[int, int] = {}  # by pid of a worker: a stopped child that it waits for
         self._paced_s = 0.0
         self._kept_s = 0.0
         self._learned: Path | None = None  # file of the learned limits, for a successor
@@ -98,9 +98,9 @@ class Watcher:
         self._lasts: dict[MemberId, asyncio.Task[None]] = {}
 
     async def watch(self) -> None:
-        """Look at the pages periodically until cancelled.
+        """Check the status pages periodically until cancelled.
 
-        With ``factor`` 0, do not look for hangs and stopped processes.
+        If ``Limits.factor`` is 0, do not look for hangs and stopped processes.
         """
         self._learned = self._run.pages() / f"{LEARNED}{self._node_id}"
         self._progress = Progress(self._limits, recall(self._learned))
@@ -114,7 +114,7 @@ class Watcher:
             self._pages.clear()
 
     def look(self, now: float) -> None:
-        """Look once at all pages, and report what has changed."""
+        """Check all status pages once, and report changes. ``now`` is the monotonic time in seconds."""
         if self._gathering is not None and self._gathering.done():
             self._gathering.result()
             self._gathering = None
@@ -165,9 +165,9 @@ class Watcher:
                 write_private(self._learned, msgspec.json.encode(self._progress.learned()))
 
     def _look_for_activity(self, now: float) -> None:
-        """Report the activity of the workers to the controller, which uses it in a recovery.
+        """Report to the controller which workers are active, as evidence for a recovery.
 
-        This is also done if hangs are not looked for.
+        This report is also made when hangs are not looked for.
         """
         if not self._activity.is_due(now):
             return
@@ -188,7 +188,7 @@ class Watcher:
             self._post(active)
 
     def _pid(self, member_id: MemberId) -> int:
-        """Return the pid on the page of a member, or of its started process if the page has none so far."""
+        """Return the pid of a member, from its status page, or from its started process while the page has none."""
         return self._pages[member_id][Word.PID] or self._living[member_id].pid
 
     def _look_at(self, now: float, overdue: Collection[MemberId]) -> list[PageReading]:
@@ -214,14 +214,17 @@ class Watcher:
         return readings
 
     def gather(self, order: CollectEvidence) -> None:
-        """Start to collect evidence about all workers and report it, in the background."""
+        """Start to collect evidence about all workers in the background, and post it.
+
+        Do nothing if a collection is in progress.
+        """
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().create_task(self._gather(order))
 
     def look_last(self, order: KillMember) -> None:
-        """Report the position of a silent worker that is about to be killed, in the background.
+        """Collect evidence about a silent worker that is about to be killed, in the background.
 
-        Then post ``LookedLast``. A second order for the same member posts it at once.
+        Post the evidence, and then ``LookedLast``. A second order for the same member posts ``LookedLast`` at once.
         """
         looked = LookedLast(order.member_id, order.grace_s)
         if order.member_id in self._lasts:
@@ -245,7 +248,7 @@ class Watcher:
         self._post(looked)
 
     def _ask(self, member_id: MemberId) -> bool:
-        """Post that a worker has to write its framework's records. Return False if the worker is not connected."""
+        """Request the framework records of a worker. Return False if the worker is not connected."""
         if member_id not in self._connected:
             return False
         self._post(RecordsWanted(member_id))
@@ -294,9 +297,9 @@ class Watcher:
         bound_s: float,
         child: int,
     ) -> RankEvidence:
-        """Return the evidence about one worker.
+        """Return the evidence about one worker, and write its files to ``place``, below the run's evidence directory.
 
-        Its files are written to ``place``, below the run's evidence directory.
+        ``child`` is the pid of a stopped child process that the worker waits for; 0: none.
         """
         seen = read(page)
         return RankEvidence(
@@ -322,7 +325,7 @@ class Watcher:
         )
 
     def _collectives(self, place: str, rank: int, page: Page) -> tuple[CollectiveSeen, ...]:
-        """Return the last collectives of a worker. Write all that its flight recorder holds into the run directory."""
+        """Return the last collectives of a worker. Write all entries of its flight recorder into the run directory."""
         found, now_ns = page.flight.read(), time.monotonic_ns()
         if found:
             text = "".join(f"{each}, begun {(now_ns - each.begun_ns) / 1e9:.3f} s ago\n" for each in found)
@@ -333,15 +336,15 @@ class Watcher:
         )
 
     def _keep(self, place: str, rank: int, finding: ProcessEvidence) -> str:
-        """Write the stacks into the run directory. Return the path relative to it; empty without stacks."""
+        """Write a worker's stacks to a file. Return the path relative to the run directory; empty without stacks."""
         if not finding.stacks:
             return ""
         return self._write(place, f"rank-{rank:05d}.txt", finding.stacks)
 
     def _keep_records(self, place: str, rank: int, finding: ProcessEvidence) -> str:
-        """Write the framework's records into the run directory.
+        """Write a worker's framework records to a file.
 
-        Return the path relative to it; empty without records.
+        Return the path relative to the run directory; empty without records.
         """
         if not finding.records.recorders:
             return ""
@@ -358,7 +361,7 @@ class Watcher:
 
 
 def recall(path: Path) -> Learned:
-    """Read the limits that an earlier agent has learned. Return empty ones if no readable file is left."""
+    """Return the time limits that an earlier agent wrote to ``path``; empty limits without a readable file."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(LEARNED_SIZE_BYTES_MAX), type=Learned)
@@ -367,7 +370,7 @@ def recall(path: Path) -> Learned:
 
 
 def read(page: Page) -> PageReading:
-    """Return the values of a status page by which progress is judged."""
+    """Return the values of a status page from which progress is judged."""
     step, phase = page.state()
     flags = page[Word.FLAGS]
     return PageReading(

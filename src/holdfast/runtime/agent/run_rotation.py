@@ -1,7 +1,8 @@
-"""The reuse of a run id: files of the earlier start are moved aside, and its checkpoints keep their path.
+"""The reuse of a run id: files of the previous start are moved aside, and its checkpoints keep their path.
 
-A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user who follows the hint in a
-run's last line. As with rotated logs, the newest start has the plain name, and earlier ones are ``ID.1``, ``ID.2``, ...
+A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user who follows the hint in the
+last line of a run. The directory of the newest start has the plain name ``ID``. Those of earlier starts are ``ID.1``
+(the oldest), ``ID.2``, ...
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ AFTER_GRACE_S = 60.0  # added to the grace time, for saves in flight
 
 
 def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
-    """Move the files of an ended start of this run aside, its logs included.
+    """Rename the run directory and the logs of the previous start of this run, which has ended.
 
     Args:
-        waiting: called once if that start has lost its launcher and has yet to save and leave.
+        waiting: called once if the previous start has lost its launcher and still has to save and leave.
 
     Returns:
-        The new place; None: there was no earlier start.
+        The new path of the run directory; None: there was no previous start.
 
     Raises:
-        UsageError: the earlier start still runs, or another user may have made the directory.
+        UsageError: the previous start still runs, or another user may have made the directory.
         OSError: the directory cannot be moved.
     """
     if not (run.path / SETTINGS_FILE).is_file():
@@ -58,9 +59,10 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
 
 
 def bring_checkpoints(run: RunDir, aside: Path) -> bool:
-    """Move the checkpoints in an old run directory to the new start of the run, which resumes from them.
+    """Move the checkpoints in ``aside``, the run directory of an earlier start, to the new run directory of this run.
 
-    They are the checkpoints of a script that names no directory. Return False if there are none.
+    The new start resumes from these checkpoints. Only a script that names no directory saves into its run directory.
+    Return False if ``aside`` has no checkpoints.
     """
     old = RunDir(aside).checkpoints
     if not old.is_dir() or old.is_symlink():  # with several nodes they are beside the run directory
@@ -85,7 +87,10 @@ def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None
 
 
 def _is_of_logs(directory: Path, run_id: str) -> bool:
-    """Return True if ``directory`` has logs of this run: settings from another source may name any directory."""
+    """Return True if ``directory`` is this user's and has no files other than logs of this run.
+
+    The settings file may have been written by another program, and may name any directory.
+    """
     if directory.name != run_id or not directory.is_dir() or not is_ours(directory):
         return False
     names = [path.name for path in directory.iterdir()]
@@ -97,7 +102,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _rewrite(run_dir: Path, settings: RunSettings) -> None:
-    """Save changed settings of an old run without a change of the file's times, which say how old the run is."""
+    """Save changed settings of an old run, and keep the times of the file, which show the age of the run."""
     path = run_dir / SETTINGS_FILE
     times = path.stat()
     settings.save(run_dir)

@@ -1,4 +1,4 @@
-"""The common place for the checkpoints of all nodes: its default, and the test that every node reaches it."""
+"""The directory where all nodes save checkpoints: its default, and the probe files that show which nodes reach it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from holdfast.store.backends.location import place_of
 
 
 def share_checkpoints(run: RunDir, job: str) -> None:
-    """Make the default directory for checkpoints: common to all nodes, named by the job, beside the run directories."""
+    """Make the default checkpoint directory, named after the job and beside the run directories.
+
+    Make a link to it in the run directory.
+    """
     common = run.path.parent / f"{without_launch(job)}.checkpoints"
     common.mkdir(mode=0o700, exist_ok=True)
     if run.checkpoints.is_symlink() and run.checkpoints.readlink() != common:
-        run.checkpoints.unlink()  # of a job that ended before this node had a vote in it
+        run.checkpoints.unlink()  # the link of a job that ended before this node had a vote in it
     if not run.checkpoints.exists():
         run.checkpoints.symlink_to(common)
 
 
 def leave_probe(root: str, settings: RunSettings) -> None:
-    """Write a probe file that shows that this node reaches ``root``.
+    """Write a probe file below ``root``, the place of checkpoints, as a sign that this node reaches ``root``.
 
-    An unwritable root is reported at the first save.
+    An unwritable ``root`` is ignored here; the first save reports it.
     """
     place = place_of(root)
     if not root or not isinstance(place, Path):  # a bucket is the same on all nodes
@@ -34,7 +37,10 @@ def leave_probe(root: str, settings: RunSettings) -> None:
 
 
 def is_there(probe: Path) -> bool:
-    """Return True if this node sees ``probe``; False also without permission or while the storage does not answer."""
+    """Return True if this node sees the file ``probe``.
+
+    Return False also without permission or if the storage reports an error.
+    """
     try:
         return probe.exists()
     except OSError:

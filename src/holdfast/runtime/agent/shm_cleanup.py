@@ -1,8 +1,8 @@
 """The removal of shared-memory files of dead members: their status pages and the files of their stacks.
 
-The agent reads these files after a death. An agent that replaces it may have to report the death again, and reads them
-until the recovery that replaced the member is over. The files are therefore kept until the recovery after that one has
-ended. They are then removed, because otherwise a job with many restarts would fill a small ``/dev/shm``.
+The agent reads these files after a death. A successor agent may have to report the death again until the recovery from
+that death is over. The files are therefore kept until one more recovery has followed. Then they are removed, because
+otherwise a job with many restarts would fill a small ``/dev/shm``.
 
 If launcher and agent are killed together, no process is left to remove the shared memory of the run. The next run on
 this host removes it.
@@ -34,13 +34,13 @@ class ShmCleanup:
         self._older: set[MemberId] = set()
 
     def add(self, member_id: MemberId) -> None:
-        """Add a member that has exited, to remove its files later."""
+        """Note that a member has exited and that its files have to be removed later."""
         self._newer.add(member_id)
 
     def clear(self, generation: Generation) -> None:
-        """Remove the files of members that exited before the previous call.
+        """Remove the files of members that exited before the previous call, which was for an earlier generation.
 
-        Repeated calls for a generation do nothing.
+        A repeated call for one generation does nothing.
         """
         if generation <= self._generation:
             return
@@ -52,7 +52,7 @@ class ShmCleanup:
 
 
 def remove_forgotten() -> list[Path]:
-    """Remove shared memory of this user's runs whose processes were all killed. Return the removed directories."""
+    """Remove the shared memory of this user's runs that have no process left. Return the removed directories."""
     removed = []
     for directory in SHARED_MEMORY.glob(f"{PAGES_PREFIX}*"):
         with contextlib.suppress(OSError):  # removed in the meantime, or of another kind
@@ -64,7 +64,7 @@ def remove_forgotten() -> list[Path]:
 
 
 def _is_forgotten(directory: Path) -> bool:
-    """Return True if no process holds the lock of the directory and no worker of its run still saves."""
+    """Return True if a shared-memory directory is this user's and not new, and no process of its run is left."""
     about = directory.lstat()
     if (
         about.st_uid != os.getuid()

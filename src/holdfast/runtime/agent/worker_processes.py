@@ -1,14 +1,14 @@
 """The worker processes of one node: started by the zygote or directly, watched by pidfd, killed with their groups.
 
-A pidfd fires when a process is gone, whichever process is the parent. The exit status is known only to the parent (the
-zygote or this agent); it is waited for briefly. A worker that was killed or failed is reported earlier, when its end
-has begun (``runtime/node/death_watch.py``). None of its code runs after that, but its memory is not free yet. A worker
-from scratch is therefore started only after the pidfd has fired, or when the end of the process makes no progress.
+A pidfd reports the end of a process to any process. Only the parent (the zygote or this agent) gets the exit status, so
+the agent waits briefly for the zygote's message about it. A worker that was killed or failed is reported earlier, when
+its exit has begun (``runtime/node/death_watch.py``). None of its code runs after that, but its memory is not free yet.
+A new process is therefore started only after the pidfd has fired, or when the exit makes no progress.
 
-The zygote may be stopped, frozen or stuck, so each request to it has a time limit. To end a member, the agent does not
-wait for the zygote. A member without a process is reported as exited when it is killed, or when the zygote is lost. If
-the zygote has forked it nevertheless, the process is killed as soon as the agent learns of it. ``ProcessGone`` is
-posted for every member; the first one counts.
+The zygote may be stopped, frozen or stuck. Each request to it therefore has a time limit, and a member is ended without
+waiting for the zygote. A member without a known process is reported as exited when its kill is ordered, or when the
+zygote is lost. If the zygote has forked the process nevertheless, the agent kills the process as soon as its pid is
+known. ``ProcessGone`` is posted for every member, and only the first one counts.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from holdfast.runtime.node.spawn import (
 from holdfast.runtime.node.status_page import Page, each_page
 
 STATUS_WAIT_S = 0.5
-ZYGOTE_START_S = 300.0  # with the imports of the script
+ZYGOTE_START_S = 300.0  # includes the imports of the script
 QUIT_WAIT_S = 1.0
-# Limit on the time to the next message of a zygote that owes an answer. A fork takes milliseconds, with hundreds of GB
-# preloaded a few seconds. Imports do not count: a zygote that can be reached has finished them.
+# Time limit for the next message of a zygote that owes an answer. A fork takes milliseconds, or a few seconds if
+# hundreds of GB are preloaded. Imports need no time here: a zygote that accepts connections has finished them.
 ANSWER_S = 10.0
 POLL_S = 0.01
-NO_ROOM_CODE = os.EX_CANTCREAT  # of a worker for which there is no shared memory
+NO_ROOM_CODE = os.EX_CANTCREAT  # exit code of a worker for which shared memory has no room
 WRITER_MODULE = b"holdfast.store.write.writer_process"
 
 
@@ -82,10 +82,10 @@ class WorkerProcess:
 
 
 class Processes:
-    """All workers of this node.
+    """The workers of one node.
 
     Args:
-        post: takes MemberStarted and ProcessGone of every member.
+        post: receives MemberStarted and ProcessGone of every member.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Processes:
         self._settings = settings
         self._journal = journal
         self._post = post
-        # Spawn sent, no answer yet. None: the member was killed in the meantime, or has connected on its own.
+        # Members whose Spawn request has no answer yet. None: the member was killed since then, or it has connected.
         self._asked: dict[MemberId, SpawnOrder | None] = {}
         self._waiting: list[SpawnOrder] = []  # for the zygote
         self._zygote: Channel[ZygoteMessage] | None = None
@@ -121,13 +121,16 @@ class Processes:
         )
 
     def use(self, settings: RunSettings) -> None:
-        """Set the settings for workers that are started from now on."""
+        """Use ``settings`` for all workers that are started from now on."""
         self._settings = settings
 
     # ------------------------------------------------------------ zygote
 
     def want_zygote(self) -> None:
-        """Connect to the zygote of this run or start one, unless it is connected or either is in progress."""
+        """Connect to the zygote of this run, or start one.
+
+        Do nothing if a zygote is connected, or if an attempt is in progress.
+        """
         if self._zygote is None and self._connecting is None and not self._hopeless and not self._ending:
             self._connecting = start_task(self._reach_zygote(), self._post)
 
@@ -183,7 +186,10 @@ class Processes:
             self._silence = loop.call_later(ANSWER_S, self._give_up_silent, self._zygote)
 
     def _give_up_silent(self, zygote: Channel[ZygoteMessage]) -> None:
-        """Kill a zygote that is stopped or stuck: if it continued later, it would fork members that are replaced."""
+        """Kill a zygote that is stopped or stuck.
+
+        If it continued later, it would fork members that are already replaced.
+        """
         asked = [int(member_id) for member_id in self._asked]
         self._journal.append("zygote_silent", {"asked": asked, "bound_s": ANSWER_S})
         with contextlib.suppress(ProcessLookupError):
@@ -263,7 +269,7 @@ class Processes:
                 "head": message.head,
             },
         )
-        if message.unfit:  # its end also frees what it holds of a device
+        if message.unfit:  # its end also frees the device memory that it holds
             channel.send(Quit())
             self._give_up_zygote(message.unfit)
         else:
@@ -282,7 +288,7 @@ class Processes:
             self._exec(order)
 
     def refuse(self, member_id: MemberId, pid: int) -> None:
-        """Kill a process whose member was reported as exited before the process was known."""
+        """Kill a process whose member was reported as exited before the pid was known."""
         if kill_ours(pid, self._run):
             self._journal.append("ghost_killed", {"member": member_id, "pid": pid})
 
@@ -297,7 +303,9 @@ class Processes:
     # ------------------------------------------------------------ members
 
     def start(self, order: SpawnOrder) -> None:
-        """Start one worker, after its status page is made. Repeated orders are harmless.
+        """Create the status page of a worker and start the worker. A repeated order does nothing.
+
+        The start waits for the zygote, and for exiting processes to free their memory.
 
         Raises:
             OSError: no permission for the log.
@@ -355,9 +363,9 @@ class Processes:
         self.adopt(order.assignment.member_id, child.pid, child)
 
     def _not_started(self, order: SpawnOrder, what: str, error: OSError, code: int) -> None:
-        """Report a member that could not be started as failed, and write the reason to its log.
+        """Report a member that could not be started as failed with exit code ``code``, and write the reason to its log.
 
-        A recovery decides the rest.
+        The recovery decides about another start.
         """
         with os.fdopen(open_worker_log(self._run, self._settings, order), "a") as log:
             log.write(f"holdfast: {what}: {error.strerror}\n")
@@ -365,7 +373,11 @@ class Processes:
         asyncio.get_running_loop().call_soon(self._post, gone)
 
     def adopt(self, member_id: MemberId, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Start to watch a process that exists or has just ended."""
+        """Start to watch process ``pid`` as the worker of a member. The process may have ended already.
+
+        Args:
+            child: the process object, if this agent has started the process itself.
+        """
         if member_id in self.living:
             return
         life = self.living[member_id] = WorkerProcess(member_id, pid, pidfd(pid), child)
@@ -379,7 +391,7 @@ class Processes:
             loop.call_soon(self._died, life)
 
     def listen(self, member_id: MemberId) -> None:
-        """Start to watch for the begin of a worker's end: the release of a lock, which it holds since its hello."""
+        """Start to watch for the beginning of a worker's exit: the release of the lock held since its hello."""
         life = self.living.get(member_id)
         if life is None or life.pidfd < 0 or life.listened:
             return
@@ -387,7 +399,7 @@ class Processes:
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
-            with contextlib.suppress(RuntimeError):  # this agent has ended as well
+            with contextlib.suppress(RuntimeError):  # this agent has ended as well, and its loop is closed
                 loop.call_soon_threadsafe(self._ends, life)
 
         with contextlib.suppress(FileNotFoundError):  # the page is already removed: the run ends
@@ -407,9 +419,10 @@ class Processes:
         self.living[seat.member_id] = life
 
     def kill(self, member_id: MemberId, grace_s: float = 0.0) -> None:
-        """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first.
+        """Send SIGKILL to a member's process and its process group.
 
-        Report a member without a process as exited.
+        With ``grace_s`` > 0, send SIGTERM to the process now, and SIGKILL that many seconds later. A member without a
+        process is reported as exited instead.
         """
         life = self.living.get(member_id)
         if life is None:
@@ -448,7 +461,10 @@ class Processes:
         await self._end_zygote()
 
     async def _end_zygote(self) -> None:
-        """End the zygote. A zygote that still imports cannot read Quit, and is killed like one that does not end."""
+        """Order the zygote to quit, and kill it if it does not end in time.
+
+        A zygote that still imports is not connected and cannot receive the order. It is killed at once.
+        """
         process = self._zygote_process
         pid = process.pid if process is not None else self._zygote_pid
         if not pid:
@@ -463,7 +479,7 @@ class Processes:
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
 
     async def _reap_zygote(self) -> None:
-        """Wait briefly for the end of a killed zygote, and reap it. A frozen one ends only after it is thawed."""
+        """Wait briefly for the end of a killed zygote, and reap it. A frozen zygote ends only after it is thawed."""
         process = self._zygote_process
         if process is not None and process.poll() is None:
             await wait_gone(process.pid, QUIT_WAIT_S)
@@ -473,7 +489,7 @@ class Processes:
         return self._settings.python or sys.executable
 
     def _ends(self, life: WorkerProcess) -> None:
-        """Report a worker whose main thread released its lock, if it was killed or failed.
+        """Report the end of a worker that has released its lock, if the worker was killed or failed.
 
         Its memory may not be free yet.
         """
@@ -513,12 +529,15 @@ class Processes:
 
 
 def _status(code: int) -> tuple[int | None, int | None]:
-    """Return (exit code, signal) from a return code that is negative for a signal."""
+    """Return (exit code, signal) from the return code of ``Popen``, which is negative for a signal.
+
+    One of the two is None.
+    """
     return (code, None) if code >= 0 else (None, -code)
 
 
 def dismiss_spares(run: RunDir) -> None:
-    """Kill the spares of a dead agent that have not left on their own, and remove their pages."""
+    """Kill the spares of a dead agent that still run, and remove the status pages of all its spares."""
     for page in each_page(run.pages(), SPARE_PAGE):
         pid = page[Word.PID]
         if kill_ours(pid, run):
@@ -528,7 +547,7 @@ def dismiss_spares(run: RunDir) -> None:
 
 
 async def wait_gone(pid: int, timeout_s: float) -> None:
-    """Wait until process ``pid`` is gone, but at most ``timeout_s``."""
+    """Wait until process ``pid`` is gone, for at most ``timeout_s`` seconds."""
     fd = pidfd(pid)
     if fd < 0:
         return
@@ -564,12 +583,12 @@ def belongs(pid: int, run: RunDir) -> bool:
 
 
 def kill_ours(pid: int, run: RunDir) -> bool:
-    """SIGKILL ``pid`` if it is a process of this run. Return True if the signal was sent."""
+    """Send SIGKILL to process ``pid`` if it belongs to this run. Return True if the signal was sent."""
     return kill_if(pid, lambda pid: belongs(pid, run))
 
 
 def processes(run: RunDir) -> Iterator[int]:
-    """Return the pid of every process that inherited this run's environment, even in another process session."""
+    """Return an iterator over the pids of all processes with this run's environment, in any process session."""
     return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
 
 
@@ -579,7 +598,10 @@ def writers(run: RunDir) -> list[int]:
 
 
 async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
-    """Wait until dead workers' saves in flight end. Return the writers that are not done after ``timeout_s``."""
+    """Wait until the writers of this run have ended, for at most ``timeout_s`` seconds.
+
+    Return the pids of the writers that still run.
+    """
     deadline = time.monotonic() + timeout_s
     for pid in writers(run):
         await wait_gone(pid, max(0.0, deadline - time.monotonic()))
@@ -587,6 +609,6 @@ async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
 
 
 def sweep(run: RunDir) -> list[int]:
-    """SIGKILL all other processes of this run, and return their pids."""
+    """Send SIGKILL to all processes of this run except this one, and return their pids."""
     others = (pid for pid in processes(run) if pid != os.getpid())
     return [pid for pid in others if kill_ours(pid, run)]

@@ -1,9 +1,11 @@
 """The zygote: a single-threaded process with all imports done, which forks workers on request.
 
-It forks only while it has exactly one thread, because an OpenMP region before a fork hangs every child. So it computes
-nothing with tensors, and has one OpenMP thread. It outlives its agent: its endpoint is in the run directory, and a
-successor agent connects to it. The successor gets the list of living workers and of those that ended in the meantime.
-The zygote leaves on the order ``Quit``, or when no agent came for ``LONELY_S`` and no child lives.
+It forks only while it has exactly one thread. An OpenMP region before a fork would make every child hang, so the zygote
+computes nothing with tensors and has one OpenMP thread. It outlives its agent. A successor agent finds the zygote's
+endpoint in the run directory, connects, and receives the list of living workers and of those that ended in the
+meantime.
+
+The zygote ends on the message ``Quit``, or after ``LONELY_S`` seconds without an agent and without a living child.
 """
 
 from __future__ import annotations
@@ -72,11 +74,11 @@ from holdfast.text import plural
 from holdfast.wire import NONCE_SIZE_BYTES, Link
 
 HEAD = "HOLDFAST_HEAD"
-"""Variable of a zygote that starts again: the number of imports to make of the script's head, and the reason."""
+"""Environment variable of a restarted zygote: how many of the script's first imports to make, and the reason."""
 LONELY_S = 60.0
 ENDED_KEPT_MAX = 10_000
 DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
-"""Files that the initialisation of a device's driver opens: CUDA, ROCm, Ascend. A query through NVML opens others."""
+"""Files that the initialisation of CUDA, ROCm or Ascend opens. A mere query through NVML opens other files."""
 
 
 class _AgentPeer:
@@ -133,7 +135,10 @@ class Zygote:
         self._quit = False
 
     def serve(self) -> Spawn | None:
-        """Serve connections and fork on request. Return the Spawn order in a forked child, None at the end."""
+        """Serve connections and fork on request.
+
+        Return the Spawn order in a forked child, and None in the zygote at its end.
+        """
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -189,7 +194,7 @@ class Zygote:
             self._try(peer, peer.flush)
 
     def _cut_slow(self) -> None:
-        """Close connections that exceed the time limit of the handshake, even if they send a byte now and then."""
+        """Close connections that exceed the time limit of the handshake, even if a byte arrives now and then."""
         now_s = time.monotonic()
         for peer in [peer for peer in self._peers.values() if not peer.link.open and peer.deadline_s < now_s]:
             self._refused["slow greeting"] += 1
@@ -232,7 +237,7 @@ class Zygote:
         return None
 
     def _welcome(self, peer: _AgentPeer) -> None:
-        """Make ``peer`` the current agent, and send it all that it may have missed."""
+        """Make ``peer`` the current agent. Send it the report of the imports, the living workers and the ended ones."""
         self._agent = peer
         self._tell(self._preloaded)
         for spawned in self._living.values():
@@ -246,7 +251,7 @@ class Zygote:
             self._try(agent, lambda: agent.send(message))
 
     def _fork(self, spawn: Spawn) -> bool:
-        """Fork one worker. Return True in the child."""
+        """Fork one worker. Return True in the child, False in the zygote."""
         threads = thread_total()
         if threads != 1:
             self._tell(Spawned(spawn.member_id, 0, f"the zygote has {threads} threads, a fork could hang"))
@@ -287,13 +292,16 @@ class Zygote:
 
 
 FORK_SAFE = frozenset({"jemalloc_bg_thd"})
-"""Names of threads that are harmless at a fork. jemalloc (pyarrow starts its thread at the import) takes its own locks
-around each fork, and works without the thread in the child.
+"""Names of threads that are harmless at a fork. jemalloc, whose thread starts at the import of pyarrow, holds its own
+locks around each fork. It works without the thread in the child.
 """
 
 
 def thread_total(tasks: Path = Path("/proc/self/task")) -> int:
-    """Return the number of threads that make a fork unsafe, plus the main thread."""
+    """Return the number of threads of this process, without those of ``FORK_SAFE``.
+
+    A fork is safe if the number is 1.
+    """
     total = 0
     for task in tasks.iterdir():
         try:
@@ -304,7 +312,9 @@ def thread_total(tasks: Path = Path("/proc/self/task")) -> int:
 
 
 def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
-    """Return why a fork could not use the devices: an import has initialised their driver. Empty: a fork can use them.
+    """Return why a forked process could not use the devices; empty: it could.
+
+    The cause is an import that initialised a driver.
 
     Args:
         files: the directory of links to this process's open files.
@@ -316,7 +326,7 @@ def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
     for link in files.iterdir():
         try:
             place = os.readlink(link)
-        except OSError:  # the link of this listing itself is closed by now
+        except OSError:  # the descriptor of this listing itself is closed by now
             continue
         if place.startswith(DRIVERS):
             return f"a preloaded module has opened {place}: a fork could not use the device"
@@ -324,10 +334,12 @@ def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
 
 
 def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
-    """Import the modules that workers need, also those that a first optimizer imports. Return a report of the imports.
+    """Import the modules that workers need, including those that a first optimizer imports.
+
+    Return a report of the imports.
 
     Args:
-        further: modules of the user to import as well.
+        further: more modules to import, for example those that the user has named.
     """
     imports_s: dict[str, float] = {}
     missing: dict[str, str] = {}
@@ -373,9 +385,9 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
 
 
 def make_head(run: RunDir, settings: RunSettings, preloaded: Preloaded) -> Preloaded:
-    """Make the imports at the head of the script, and return the report with them.
+    """Execute the first imports of the script, and return the report of all imports so far.
 
-    If one of them must not be made here, the process starts again, with the imports before it.
+    If one of them is unsafe before a fork, the zygote process starts again, and makes only the imports before that one.
     """
     length, _, why = os.environ.pop(HEAD, "").partition(" ")
     imports_s = dict(preloaded.imports_s)
@@ -396,7 +408,7 @@ def make_head(run: RunDir, settings: RunSettings, preloaded: Preloaded) -> Prelo
 
 
 def _make(statement: HeadImport, watched: Collection[str]) -> str:
-    """Make an import, and return why it must not be made in the zygote; empty: it may be."""
+    """Execute an import of the script, and return why it is unsafe in the zygote; empty: it is safe."""
     with watching(watched) as looked_at:
         failed = statement.make()
     if variable := looked_at():
@@ -419,20 +431,23 @@ def _as_script(settings: RunSettings) -> Iterator[None]:
 
 
 def _install(framework: FrameworkName) -> None:
-    """Prepare the framework before further imports: a library that takes a function of torch gets that of workers."""
+    """Install Holdfast's changes to the framework before further imports.
+
+    A library that copies a function of torch at its import then gets the changed function, as in a worker.
+    """
     with contextlib.suppress(HoldfastError):  # each worker reports it
         install_framework(framework)
 
 
 def _start_again(run: RunDir, settings: RunSettings, head: str) -> NoReturn:
-    """Replace this process by a zygote with another ``HEAD``."""
+    """Replace this process by a new zygote whose environment variable ``HEAD`` is ``head``."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also the files of a device's driver
     command = zygote_command(run, settings)
     os.execve(command[0], command, {**os.environ, HEAD: head})
 
 
 def become_worker(spawn: Spawn) -> int:
-    """Take over the worker's identity in a forked child, and run the worker. Return its exit code."""
+    """Take over the identity of a worker in a forked child, and run the worker. Return its exit code."""
     del os.environ[FORKS]
     os.environ.update(spawn.env)
     from holdfast.runtime.worker import entry
@@ -452,7 +467,7 @@ def become_worker(spawn: Spawn) -> int:
 def _early(settings: RunSettings) -> str:
     """Return why workers of this script cannot be forked; empty: they can be.
 
-    They cannot if the script sets environment variables that an import of torch reads.
+    They cannot if the script sets environment variables that the import of torch reads.
     """
     if settings.framework != "torch" or settings.kind == "executable":
         return ""
@@ -463,7 +478,7 @@ def _early(settings: RunSettings) -> str:
 
 
 def main(run_dir: str) -> int:
-    """Run the zygote of ``run_dir``; in a forked child, run its worker. Return the exit code."""
+    """Run the zygote of ``run_dir``. In a forked child, run the worker of that child. Return the exit code."""
     raise_limit()
     run = RunDir(Path(run_dir))
     settings = RunSettings.load(run.path)

@@ -1,1 +1,1 @@
-"""The process of the controller, of which a job has one."""
+"""The process of the controller, of which each job has one."""

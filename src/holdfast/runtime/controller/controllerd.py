@@ -1,8 +1,9 @@
 """The controller process: it runs the state machine ``core.controller.Controller``, and agents connect to it.
 
-``python -m holdfast.runtime.controller.controllerd RUNDIR TERM [alone]``. The controller outlives an agent, whose
-successor connects again. When the controller dies, the agents elect the next one, which reads the past from the event
-log of its node. Each line of the log is mirrored to the other nodes before the messages that act on it are sent.
+Command: ``python -m holdfast.runtime.controller.controllerd RUNDIR TERM [alone]``. The controller outlives an agent,
+and the agent's successor connects again. When the controller dies, the agents elect the host of the next one, which
+reads the past from the event log of its node. Each line of the log is sent to the other nodes before the messages that
+follow from it are sent.
 """
 
 from __future__ import annotations
@@ -67,22 +68,22 @@ from holdfast.store.layouts.layout_completion import catalogue_of
 from holdfast.store.layouts.save_plan import plan
 from holdfast.wire import MESSAGES, WireMessage
 
-# Without any agent for this time, the run has lost all nodes: no process would read a decision.
+# Seconds without any agent after which the run has lost all nodes, so that no process would read a decision.
 LONELY_S = 60.0
 BEAT_S = 0.5
 NODE_LOST_S = 1.5
 UNSEEN_QUIESCE_S = 60.0
 NODE_ADOPTION_S = 3.0
 SAME_CLOCK_NS = 50_000_000
-# A file that one node made is visible on the others within this time, if they share the directory.
+# Seconds within which a file that one node made is visible on the other nodes, if they share the directory.
 PROBE_S = 10.0
 SNAPSHOT_LINES = 10_000
-SNAPSHOT_LENGTH_MAX = event_log.LINE_SIZE_BYTES_MAX // 2  # its quotes are escaped
-LINGER_S = 2.0  # after the end: time for the agents to read the last messages
+SNAPSHOT_LENGTH_MAX = event_log.LINE_SIZE_BYTES_MAX // 2  # half, because escaped quotes make it longer
+LINGER_S = 2.0  # time for the agents to read the last messages at the end
 
 
 def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
-    """Return why ``sources`` cannot write a complete checkpoint of ``layouts``, or an empty string."""
+    """Return why the ranks ``sources`` cannot write a complete checkpoint of ``layouts``; empty: they can."""
     try:
         catalogue = catalogue_of(layouts.by_rank())
         return plan(catalogue, frozenset(sources)).why_incomplete()
@@ -91,7 +92,12 @@ def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
 
 
 def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: int) -> Config:
-    """Return the controller's settings for this run. Several nodes are watched more closely than one."""
+    """Return the controller's configuration for this run. Several nodes are watched more closely than one.
+
+    Args:
+        voters: the nodes that vote in elections.
+        alone: number of this node among nodes that continue alone; 0: the controller serves the whole job.
+    """
     config = Config(
         run_id=settings.saves_as,
         world_size=settings.workers,
@@ -108,7 +114,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         node_window_s=settings.node_window_s,
         verify=settings.verify_every > 0,
         on_fault=settings.on_fault,
-        # Without hang detection the time of a step is not known either.
+        # Without hang detection the duration of a step is not known either.
         quiesce_s=settings.quiesce_s if settings.hang_factor else max(settings.quiesce_s, UNSEEN_QUIESCE_S),
         grace_s=settings.grace_s,
         patience_s=settings.hang_start_s,
@@ -122,9 +128,8 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
 class ControllerLog(EventLog):
     """The event log of the controller.
 
-    Now and then one line sums up all earlier ones, and a successor reads from there.
-
-    With several nodes each line has a number, and ``on_line`` gets the line before the caller continues.
+    At intervals one line, the snapshot, sums up all earlier lines, and a successor reads from there. With several nodes
+    each line has a number, and ``on_line`` gets the line before the caller continues.
     """
 
     def begin(
@@ -135,7 +140,15 @@ class ControllerLog(EventLog):
         on_line: Callable[[Mirror], None] | None,
         after: LinePlace = NO_PLACE,
     ) -> None:
-        """Continue the log after ``past``, read from ``lines`` lines of which the last has the place ``after``."""
+        """Continue the log of earlier controllers.
+
+        Args:
+            past: the state that the earlier lines describe.
+            lines: the number of these lines since the last snapshot.
+            term: the term of this controller.
+            on_line: receives each line in a job of several nodes; None: lines have no numbers.
+            after: (term, number) of the last earlier line.
+        """
         self._past, self._since = past, lines
         self._term, self._count, self._on_line = term, 0, on_line
         self._after = after
@@ -143,7 +156,10 @@ class ControllerLog(EventLog):
     def append(
         self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
     ) -> Event:
-        """Write one line, pass it to ``on_line``, and return it as an event."""
+        """Write one line, pass it to ``on_line``, and return it as an event.
+
+        If it is time, write a snapshot after the line.
+        """
         event = self._show(kind, data, durable, said)
         self._past = self._past.after(LogRecord(kind=kind, data=dict(data)))
         self._since += 1
@@ -168,16 +184,16 @@ class ControllerLog(EventLog):
 
 
 def in_time_of(event: Event, wall_s: float, mono_s: float) -> float:
-    """Return the time of an event of this node's log, on the monotonic clock that shows ``mono_s`` now.
+    """Return the time of an event in this node's log, in seconds on the monotonic clock, which shows ``mono_s`` now.
 
-    Steps of the wall clock have no effect. The wall clock is used only if the machine was rebooted after the event.
+    Jumps of the wall clock have no effect. The wall clock is used only if the machine was rebooted after the event.
     """
     age_s = mono_s - event.t_mono
     return mono_s - (age_s if age_s >= 0 else max(0.0, wall_s - event.t_wall))
 
 
 class ControllerDaemon:
-    """One controller and the connections of its agents."""
+    """One controller, and the connections of the agents to it."""
 
     def __init__(self, run: RunDir, settings: RunSettings, term: int, alone: bool) -> None:
         self._run = run
@@ -186,7 +202,7 @@ class ControllerDaemon:
         self._settings = settings
         self._lines: list[Mirror] = []  # all lines of earlier controllers and this one
         self._mirrors: set[Channel[WireMessage]] = set()
-        self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
+        self._offsets_ns: dict[NodeId, int] = {}  # by node: this monotonic clock minus that of the node
         self._log: EventLog | None = None
         self._probing: asyncio.Task[None] | None = None
         self._agents: AgentLines[Channel[WireMessage]] = AgentLines()
@@ -198,7 +214,7 @@ class ControllerDaemon:
         """Serve until the state machine ends the run.
 
         Raises:
-            HoldfastError: the state machine, the journal or the store broke; the agent starts another term.
+            HoldfastError: the state machine, the journal or the store failed; the agent starts another term.
         """
         log, past = self._open_log()
         self._log = log
@@ -242,9 +258,9 @@ class ControllerDaemon:
         log.close()
 
     def _open_log(self) -> tuple[ControllerLog, ReplayedState]:
-        """Open the log, and read the lines of earlier controllers.
+        """Open the event log, and return it with the state that the lines of earlier controllers describe.
 
-        Convert their times to this machine's monotonic clock.
+        The times of these lines are converted to this machine's monotonic clock.
         """
         wall_s, mono_s = time.time(), time.monotonic()
         past, events = ReplayedState(), self._read_log()
@@ -256,18 +272,18 @@ class ControllerDaemon:
                 data = msgspec.json.encode(event.data)
                 self._lines.append(Mirror(term=term, number=number, kind=event.kind, data=data))
         log = ControllerLog.open(self._run.journal, "controller", room_wait_s=event_log.ROOM_WAIT_S)
-        # The lines of a controller that is alone are for this node only: the leader of its term has their numbers.
+        # Lines of a controller that serves this node alone have no numbers: the leader of its term uses them.
         mirrored = self._settings.several and not self._alone
         after = max(map(line_of, events), default=NO_PLACE)
         log.begin(past, len(events), self._term, self._show if mirrored else None, after)
         return log, past
 
     def _read_log(self) -> list[Event]:
-        """Return the lines of controllers that count, from the newest snapshot on."""
+        """Return the valid lines of controllers, from the newest snapshot on."""
         without_place = self._alone or not self._settings.several
         found = [e for e in event_log.read_since(self._run.journal, SNAPSHOT) if e.who == "controller"]
         kept = in_force(((line_of(e), e.data, e) for e in found), without_place=without_place)
-        if found and found[0].kind == SNAPSHOT and found[0] not in kept:  # void: what it sums up counts
+        if found and found[0].kind == SNAPSHOT and found[0] not in kept:  # void: its earlier lines count
             found = [e for e in event_log.read(self._run.journal).events if e.who == "controller"]
             kept = in_force(((line_of(e), e.data, e) for e in found), without_place=without_place)
         return kept
@@ -281,7 +297,10 @@ class ControllerDaemon:
             channel.send(line)
 
     async def _check_shared(self, root: str) -> None:
-        """Log the nodes that do not save to the same place. Each node has left a probe file where it will save."""
+        """Log the nodes that do not save to the same place as this node.
+
+        Each node has left a probe file in its place of checkpoints. This node looks for all of these files.
+        """
         if not root or not isinstance(place_of(root), Path):  # a bucket is the same on all nodes
             return
         settings, names = self._settings, {str(node) for node in self._homes.values()}
@@ -294,7 +313,7 @@ class ControllerDaemon:
                 return
             await asyncio.sleep(BEAT_S)
         for probe in probes.values():
-            with contextlib.suppress(OSError):  # a probe that stays does no harm: its name has the run id
+            with contextlib.suppress(OSError):  # a probe that is left does no harm: its name has the run id
                 probe.unlink()
 
     async def _beat(self, hub: Hub[WireMessage]) -> None:
@@ -304,7 +323,7 @@ class ControllerDaemon:
                 channel.send(ControllerBeat(term=self._term))
 
     async def _left_alone(self) -> None:
-        """Wait until no agent has been connected for ``LONELY_S``."""
+        """Wait until no agent has been connected for ``LONELY_S`` seconds."""
         since_s = time.monotonic()
         while time.monotonic() - since_s < LONELY_S:
             await asyncio.sleep(1.0)
@@ -323,7 +342,7 @@ class ControllerDaemon:
             for seen in message.members:
                 self._homes[seen.member_id] = message.node_id
         node_id = self._agents.node_of(channel)
-        if node_id is None:  # of a line that broke: what counts was repeated on the newer one
+        if node_id is None:  # an old connection: important messages were repeated on the newer one
             return
         if isinstance(message, AgentHello | AgentBeat):
             self._set_clock(message)
@@ -332,7 +351,10 @@ class ControllerDaemon:
         self._driver.post(self._in_our_time(message, node_id))
 
     def _catch_up(self, channel: Channel[WireMessage], wanted: MirrorFrom) -> None:
-        """Send the lines that the log of this agent's node lacks. The agent of this controller's node lacks none."""
+        """Send to an agent the lines that the event log of its node lacks, and from now on each new line.
+
+        The agent on this controller's own node lacks none.
+        """
         if wanted.node_id == self._settings.node:
             return
         for line in self._lines:
@@ -341,7 +363,10 @@ class ControllerDaemon:
         self._mirrors.add(channel)
 
     def _set_clock(self, message: AgentHello | AgentBeat) -> None:
-        """Estimate the offset between the clocks: the least delayed message gives it best."""
+        """Update the offset between the clocks of this node and an agent's node.
+
+        The smallest measured offset is kept, because its message had the least delay.
+        """
         if message.clock_ns:
             offset_ns = time.monotonic_ns() - message.clock_ns
             known_ns = self._offsets_ns.get(message.node_id, offset_ns)
@@ -386,12 +411,15 @@ class ControllerDaemon:
         else:
             raise InternalError(f"the controller cannot send to {command.to}")
         channel = self._agents.line_of(node_id) if node_id is not None else None
-        if channel is not None:  # a message that is lost is sent again after the next hello of the node
+        if channel is not None:  # a lost message is sent again after the next hello of the node
             channel.send(message)  # type: ignore[arg-type]  # the state machine sends wire messages only
 
 
 def main(run_dir: str, term: str, alone: bool) -> int:
-    """Run one controller, and return its exit code."""
+    """Run the controller of ``term`` in run directory ``run_dir``, and return its exit code.
+
+    With ``alone``, the controller serves only the agent of this node.
+    """
     ignore_warnings()
     raise_limit()
 

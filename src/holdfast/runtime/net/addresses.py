@@ -14,9 +14,9 @@ from holdfast.errors import UsageError
 
 
 class Address(NamedTuple):
-    """The address at which a process listens: host and port, or the absolute path of a Unix socket.
+    """The address at which a process listens: host and port, or the absolute path of a Unix socket with port 0.
 
-    A path has no port. Messages carry the two fields. ``runtime/net/stream_sockets.py`` listens and connects.
+    Messages carry host and port as two fields. ``runtime/net/stream_sockets.py`` listens and connects at addresses.
     """
 
     host: str
@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
 
 LOOPBACK = Address("127.0.0.1")
-"""A free port that only processes of this host reach."""
+"""An address at which to listen with any free port, for processes of this host only."""
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -41,7 +41,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if ``address`` is a loopback IP address. A host name returns False."""
+    """Return True if ``address`` is a loopback IP address. Return False for a host name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name
@@ -62,13 +62,15 @@ def endpoint(host: str, port: int) -> str:
 
 
 def split_endpoint(text: str) -> Address:
-    """Parse a text in the form of :func:`endpoint`, and return host and port."""
+    """Parse a text in the form of :func:`endpoint`, and return it as an address."""
     host, _, port = text.rpartition(":")
     return Address(host.strip("[]"), int(port))
 
 
 def read_host(text: str, flag: str) -> str:
-    """Return the host that the user gave to ``flag``: a host name or an IP address, without brackets.
+    """Return the host in ``text``, which the user gave to the command-line flag ``flag``.
+
+    It is a host name or an IP address, without brackets.
 
     Raises:
         UsageError: ``text`` is neither a host name nor an IP address, or the address has a scope id.
@@ -87,7 +89,7 @@ def read_host(text: str, flag: str) -> str:
 
 
 def read_endpoint(text: str, flag: str, default_port: int) -> tuple[str, int]:
-    """Return the host and the port that the user gave to ``flag``.
+    """Return the host and the port in ``text``, which the user gave to the command-line flag ``flag``.
 
     Args:
         text: ``HOST``, ``HOST:PORT``, ``[ADDRESS]`` or ``[ADDRESS]:PORT``.
@@ -119,7 +121,7 @@ def read_endpoint(text: str, flag: str, default_port: int) -> tuple[str, int]:
 
 
 def _in_brackets(text: str, default_port: int) -> str:
-    """Return the IPv6 endpoint that ``text`` probably means, in brackets. Return an example if none is found."""
+    """Return the IPv6 endpoint that ``text`` probably means, with brackets; an example endpoint if there is none."""
     head, _, tail = text.rpartition(":")
     for address, port in ((text, str(default_port)), (head, tail)):
         try:

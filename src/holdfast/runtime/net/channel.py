@@ -1,4 +1,4 @@
-"""Sockets that carry :class:`holdfast.wire.Link`: an asyncio server and client, and a blocking client."""
+"""Sockets that carry the messages of :class:`holdfast.wire.Link`: asyncio server and client, and a blocking client."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ M = TypeVar("M")
 
 
 class Hub(Generic[M]):
-    """The settings and counters that all channels of one asyncio process share: secret, codec, callbacks, counters.
+    """The values that all channels of one asyncio process share: codec, secret, callbacks and counters.
 
-    Callbacks run in the event loop, in order. ``on_close`` is called once for each channel that was opened.
+    Callbacks run in the event loop, in the order of the events. ``on_close`` is called once for each channel that was
+    opened.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Hub(Generic[M]):
             channel.abort()
 
     async def connect(self, at: Address, service: str, role: str) -> Channel[M]:
-        """Connect, wait for the handshake, and return the channel.
+        """Connect to ``service`` at ``at``, wait for the handshake, and return the channel.
 
         Raises:
             OSError: no process listens there.
@@ -100,10 +101,11 @@ class Hub(Generic[M]):
         return channel
 
     async def connect_soon(self, at: Address, service: str, role: str) -> Channel[M]:
-        """Connect as :meth:`connect` does, with several attempts at once, and return the first channel that is ready.
+        """Connect as :meth:`connect` does, but with parallel attempts, and return the first channel that is ready.
 
-        A further attempt starts every ``DIAL_AGAIN_S`` until one succeeds or all have failed. TCP itself repeats a lost
-        first packet after one second, then after two. That is too rare on a line that loses many packets.
+        A further attempt starts every ``DIAL_AGAIN_S`` seconds until one succeeds or all have failed. TCP itself
+        repeats a lost first packet after one second, then after two. That is too slow on a network that loses many
+        packets.
         """
         dials: set[asyncio.Task[Channel[M]]] = set()
         try:
@@ -123,7 +125,7 @@ class Hub(Generic[M]):
 
 
 class Channel(asyncio.Protocol, Generic[M]):
-    """One asyncio connection. ``role`` is the role of this client in the handshake; None on the server's side."""
+    """One asyncio connection. ``role`` is the client's role in the handshake; None at the server's end."""
 
     def __init__(self, hub: Hub[M], service: str, role: str | None) -> None:
         self.hub = hub
@@ -137,12 +139,12 @@ class Channel(asyncio.Protocol, Generic[M]):
 
     @property
     def peer_role(self) -> str:
-        """Role that the client at the other end has named in the handshake. Empty on a client's side."""
+        """The role that the client at the other end has named in the handshake. Empty at the client's own end."""
         return self._link.peer_role
 
     @property
     def address(self) -> Address:
-        """Address of the peer. Empty if the connection is closed or the peer is an unnamed Unix socket."""
+        """The address of the peer. Empty if the connection is closed or the peer is an unnamed Unix socket."""
         name = self._transport.get_extra_info("peername") if self._transport is not None else None
         if isinstance(name, tuple):
             return Address(str(name[0]), int(name[1]))
@@ -241,8 +243,8 @@ class Channel(asyncio.Protocol, Generic[M]):
     def _read_the_rest(self) -> None:
         """Handle the messages that the peer sent before it closed the connection.
 
-        A write to a closed connection fails, and asyncio then ends the connection without reading its input. That input
-        may hold the cause of the peer's death.
+        A write to a closed connection fails, and asyncio then closes the connection without reading its input. That
+        input may contain the cause of the peer's death.
         """
         assert self._transport is not None
         descriptor = self._transport.get_extra_info("socket").fileno()
@@ -264,18 +266,18 @@ class Channel(asyncio.Protocol, Generic[M]):
         self.abort()
 
     def _fail(self, error: Exception) -> None:
-        # Only a client's connect() waits for ``ready``. On a server, the unread exception would cause a warning.
+        # Only a client's connect() waits for ``ready``. On a server, an exception that no code reads causes a warning.
         if self._role is not None and not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # marks the exception as read, because connect() may have given up
 
 
 def _pass(data: memoryview) -> None:
-    """Ignore the bytes of a message. The link checks them."""
+    """Do nothing with the bytes of a message, which the link itself checks."""
 
 
 class BlockingChannel(Generic[M]):
-    """A blocking client connection, for one thread. Make it with :meth:`connect`."""
+    """A blocking client connection, for use by one thread. It is made with :meth:`connect`."""
 
     def __init__(self, sock: socket.socket, link: Link[M]) -> None:
         self._sock = sock
@@ -313,7 +315,7 @@ class BlockingChannel(Generic[M]):
             raise
 
     def fileno(self) -> int:
-        """Return the file descriptor, for ``select``."""
+        """Return the file descriptor of the socket, for ``select``."""
         return self._sock.fileno()
 
     def send(self, message: M) -> None:
@@ -353,7 +355,7 @@ class BlockingChannel(Generic[M]):
     def receive_answer(self, timeout_s: float) -> M:
         """Read exactly one message and return it. Raw bytes for :meth:`receive_batch` may follow on the connection.
 
-        Use this only if the peer sends nothing but answers to requests. Raises: as :meth:`receive`.
+        Use this only if the peer sends nothing but answers to requests. The exceptions are those of :meth:`receive`.
         """
         head = bytearray(PREFIX_SIZE_BYTES)
         self._fill(memoryview(head), timeout_s)
@@ -365,10 +367,10 @@ class BlockingChannel(Generic[M]):
         return message
 
     def receive_batch(self, goals: Sequence[memoryview], timeout_s: float) -> None:
-        """Fill ``goals`` with the raw bytes that follow on the connection, and verify their tag.
+        """Fill ``goals`` in order with the raw bytes that follow on the connection, and verify their tag.
 
         Raises:
-            TimeoutError: no bytes arrived for ``timeout_s``.
+            TimeoutError: no bytes arrived for ``timeout_s`` seconds.
             ConnectionError: the peer closed the connection.
             ProtocolError: the bytes are not those that the peer has sent.
         """

@@ -3,8 +3,8 @@
 Theory. Any process that reaches a port can open connections to it and send nothing. A stranger may cost one descriptor
 for ``HANDSHAKE_TIMEOUT_S`` at most. All strangers together may use only a share of the descriptors that the process may
 open, and the last ``RESERVE`` descriptors are kept for the process itself. If there are too many strangers, the oldest
-one is closed, because a member proves the secret within milliseconds. A connection that cannot be accepted causes only
-a line in the log.
+one is closed. This is safe, because a process of the run proves the secret within milliseconds. A connection that
+cannot be accepted causes only a line in the log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARE = 8
 """The strangers of one listener may use at most one descriptor in ``SHARE``."""
 RESERVE = 32
 LIMIT_MAX = 1 << 20
-"""Soft limit of descriptors if there is no hard limit. It is finite because some programs close every possible one."""
+"""Soft limit of descriptors if there is no hard limit. It is finite, because some programs close all descriptors."""
 BURST = 16
 """Connections that are accepted in one go, before surplus connections are closed."""
 BACKLOG = 1024
@@ -42,7 +42,7 @@ def raise_limit() -> None:
 
 
 def is_accept(context: dict[str, Any]) -> bool:
-    """Return True if an event loop reports a connection that it could not accept.
+    """Return True if the ``context`` of an event loop's exception handler is about a connection that was not accepted.
 
     Causes are a lack of descriptors or an error of the network.
     """
@@ -50,7 +50,7 @@ def is_accept(context: dict[str, Any]) -> bool:
 
 
 class ConnectionLimits(Generic[S]):
-    """The strangers (connections not yet authenticated) of one listener, oldest first. It is thread-safe.
+    """The strangers (connections not yet authenticated) of one listener, oldest first. The class is thread-safe.
 
     Args:
         most: largest number of strangers. The limit is lower if the process may not open enough files.
@@ -66,7 +66,10 @@ class ConnectionLimits(Generic[S]):
         return len(self._here)
 
     def admit(self, stranger: S, fd: int) -> list[S]:
-        """Add a stranger with the descriptor ``fd``. Return the surplus strangers, which the caller closes."""
+        """Add a stranger with the descriptor ``fd``.
+
+        Return the strangers above the limit, which the caller has to close.
+        """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         limit = LIMIT_MAX if limit == resource.RLIM_INFINITY else limit
         with self._lock:
@@ -77,14 +80,16 @@ class ConnectionLimits(Generic[S]):
             return [self._pop() for _ in range(surplus)]
 
     def release(self, stranger: S) -> None:
-        """Remove a connection that has authenticated or is closed."""
+        """Remove a stranger that has authenticated or is closed."""
         with self._lock:
             self._here.pop(stranger, None)
 
     def refused(self, error: BaseException) -> list[S]:
-        """Handle a failure to accept a connection. Return the strangers that the caller closes to free descriptors.
+        """Handle a failure to accept a connection.
 
-        The first of several failures in a row is logged.
+        Return the strangers that the caller has to close to free descriptors.
+
+        Of several failures in a row only the first is logged.
         """
         with self._lock:
             if not self._told:

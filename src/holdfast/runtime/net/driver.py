@@ -1,7 +1,7 @@
 """The driver of a pure state machine in an asyncio process.
 
-The driver feeds events to the state machine (below *the machine*), runs its timers, and writes its records to the
-journal before it executes its commands.
+The driver feeds events to the state machine (in this module *the machine*), runs its timers, and writes its records to
+the journal before it executes its commands.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def watched(work: Coroutine[Any, Any, None], fail: Callable[[BaseException], Non
 
 
 class Machine(Protocol):
-    """The interface of every state machine in ``core/``."""
+    """The interface of every state machine in ``core/``. Times are in seconds on the monotonic clock."""
 
     def start(self, now: float) -> list[Command]:
         """Start the state machine and return its first commands, before any event."""
@@ -48,13 +48,13 @@ class Machine(Protocol):
 class Driver:
     """The driver of one state machine.
 
-    All records of an event are in the journal before its first command is executed. They are also on the disk if the
-    event has commands other than records and timers. If the machine or ``execute`` raises, the future ``failure`` ends
-    with this exception. The daemon awaits ``failure``.
+    All records of an event are in the journal before the first command of the event is executed. They are also on the
+    disk by then if the event has commands other than records and timers. If the machine or ``execute`` raises, the
+    future ``failure`` gets the exception. The process that owns the driver awaits ``failure``.
 
     Args:
-        machine: the machine.
-        journal: receives the state machine's records.
+        machine: the state machine.
+        journal: receives the records of the machine.
         execute: executes every command that is neither a record nor a timer. It may call :meth:`post`.
         sync: writes the journal to the disk. It runs in a thread. Commands and later events wait for it, but the event
             loop does not. None: the journal syncs its durable records itself.
@@ -102,7 +102,7 @@ class Driver:
             self._busy = False
 
     def fail(self, error: BaseException) -> None:
-        """Set ``error`` as the exception of ``failure``, unless it has one, and close the driver."""
+        """Make ``error`` the exception of the future ``failure``, unless that has one already, and close the driver."""
         if not self.failure.done():
             self.failure.set_exception(error)
         self.close()
@@ -110,8 +110,7 @@ class Driver:
     def guard_loop(self) -> None:
         """Treat an exception in any callback of the event loop as a failure of the driver.
 
-        The exception is a connection that cannot be accepted. It is only logged, because an unauthenticated peer can
-        cause it.
+        One case is only logged: a connection that cannot be accepted. An unauthenticated peer can cause it.
         """
 
         def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -146,7 +145,7 @@ class Driver:
             self._carry_out(commands)
 
     def _synced(self, synced: asyncio.Future[None], commands: list[Command]) -> None:
-        """Execute the commands of an event after its records are on the disk, then handle later events."""
+        """Execute the commands of an event whose records are now on the disk, and then handle later events."""
         self._syncing = None
         if self.failure.done() or self._closed or synced.cancelled():
             return

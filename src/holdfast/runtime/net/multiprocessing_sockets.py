@@ -1,9 +1,9 @@
 """The directory for the sockets of ``multiprocessing`` in the workers of a run. It is removed with the run.
 
 Theory. ``multiprocessing`` makes a directory (``pymp-...``) in the first process that needs one. It removes the
-directory when that process ends in order. A killed ``DataLoader`` worker leaves its directory, and the workers of a
-killed rank are also killed. A process in which a directory is already set makes none, and its children make none.
-Each rank therefore sets the directory of the run.
+directory when that process exits normally. A killed ``DataLoader`` worker leaves its directory, and the ``DataLoader``
+workers of a killed rank are also killed. A process in which a directory is already set makes none, and its children
+make none. Each rank therefore sets the directory of the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sockets_of(pages: Path) -> Path:
 def use_sockets_of(pages: Path) -> None:
     """Make ``multiprocessing`` put its sockets in the socket directory of the run.
 
-    If that fails, ``multiprocessing`` makes a new directory.
+    If that is not possible, ``multiprocessing`` makes its own directory as usual.
     """
     directory = sockets_of(pages)
     settings = getattr(process.current_process(), "_config", None)

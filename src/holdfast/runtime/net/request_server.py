@@ -36,7 +36,7 @@ class AnswerServer(ABC, Generic[M]):
     Args:
         codec: codec of requests and answers.
         secret: secret of the run.
-        service: service name, which both ends of a connection use to derive its keys.
+        service: service name, from which both ends of a connection derive its keys.
     """
 
     def __init__(self, codec: Codec[M], secret: Secret, service: str) -> None:
@@ -52,12 +52,15 @@ class AnswerServer(ABC, Generic[M]):
 
     @abstractmethod
     def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:
-        """Return the answer to a request, and the raw bytes that follow it. Runs in the thread of the connection."""
+        """Return the answer to a request, and the raw bytes to send after it.
+
+        This runs in the thread of the connection.
+        """
 
     def start(self, at: Address) -> Address:
         """Listen at ``at`` and return the address. Port 0 means any free port.
 
-        Raises: as ``stream_sockets.listen``.
+        Raises: the exceptions of ``stream_sockets.listen``.
         """
         self._listener, at = listen(at)
         threading.Thread(
@@ -135,7 +138,7 @@ class AnswerServer(ABC, Generic[M]):
             self._drop(sock)
 
     def _patience_s(self, sock: socket.socket, link: Link[M], deadline_s: float) -> float:
-        """Return the seconds that the next bytes may take.
+        """Return the seconds within which the next bytes of a connection must arrive.
 
         The whole handshake has one deadline, so a stranger that sends byte by byte gains no time.
         """

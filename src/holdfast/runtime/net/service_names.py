@@ -1,7 +1,7 @@
 """The names of the services that listen in a run. Both ends of a connection derive its keys from the service name.
 
-A name includes the node of an agent or the term of a controller, if both ends know it. A connection to one agent
-therefore cannot be redirected to another agent. See ``sealing.py``.
+The name of an agent's service includes its node (except in ``PEERS``), and that of a controller's service its term. A
+connection to one agent therefore cannot be redirected to another agent. See ``sealing.py``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def controller_of(term: int) -> str:
 
 
 def state_of(rank: int, generation: Generation) -> str:
-    """Return the service name of the state of a rank that has stopped for ``generation``, for newcomers."""
+    """Return the service name under which a rank, stopped for ``generation``, serves its state to newcomers."""
     return f"state of rank {rank} in {generation}"
 
 
 def memory_of(node: str) -> str:
-    """Return the service name of the states that a node keeps in memory, for other nodes."""
+    """Return the service name under which a node serves the states in its memory to other nodes."""
     return f"memory of {node}"

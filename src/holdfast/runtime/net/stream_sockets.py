@@ -26,7 +26,7 @@ from holdfast.runtime.net.connection_limits import BACKLOG
 PATH_SIZE_BYTES_MAX = 107
 USER_TIMEOUT_MS = 5_000
 THIN_LINEAR_TIMEOUTS = (
-    16  # TCP_THIN_LINEAR_TIMEOUTS: a lossy line is tried again every 0.2 s, not ever more rarely
+    16  # TCP_THIN_LINEAR_TIMEOUTS: lost packets are repeated every 0.2 s, without growing pauses
 )
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 1, 3
 FULL_AGAIN_S = 0.01
@@ -36,7 +36,9 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 def is_private(directory: Path) -> bool:
-    """Return True if ``directory`` belongs to this user and no other user may enter it. A symbolic link is False.
+    """Return True if ``directory`` belongs to this user and no other user may enter it.
+
+    Return False for a symbolic link.
 
     Raises:
         FileNotFoundError: the directory does not exist.
@@ -77,7 +79,7 @@ def dial(at: Address, timeout_s: float) -> socket.socket:
 
 
 async def dial_protocol(make: Callable[[], P], at: Address) -> P:
-    """Connect to ``at`` and return the asyncio protocol that ``make`` creates. The caller limits the time.
+    """Connect to ``at``, and return the asyncio protocol that ``make`` creates. There is no time limit here.
 
     Raises:
         OSError: no process listens there.
@@ -95,7 +97,7 @@ async def dial_protocol(make: Callable[[], P], at: Address) -> P:
 def tune(sock: socket.socket) -> None:
     """Set a TCP socket to send without delay, and to notice a dead or unreachable peer within about five seconds.
 
-    Unix sockets are left alone, because the kernel closes them with their process.
+    A Unix socket is not changed, because the kernel closes it when its process ends.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -109,14 +111,14 @@ def tune(sock: socket.socket) -> None:
 
 
 def is_local(sock: socket.socket) -> bool:
-    """Return True if both ends are on this host: a Unix socket, or TCP over loopback."""
+    """Return True if both ends of a connection are on this host: a Unix socket, or TCP over loopback."""
     if sock.family == socket.AF_UNIX:
         return True
     return is_loopback(str(sock.getpeername()[0])) and is_loopback(str(sock.getsockname()[0]))
 
 
 def _family(at: Address) -> socket.AddressFamily:
-    """Return the address family to listen with. A host name that has an IPv4 address uses IPv4."""
+    """Return the address family with which to listen at ``at``. A host name that has an IPv4 address gives IPv4."""
     if ":" in at.host or any(each[0] == socket.AF_INET for each in socket.getaddrinfo(at.host, at.port)):
         return family_of(at.host)
     return socket.AF_INET6

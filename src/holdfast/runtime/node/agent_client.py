@@ -1,4 +1,4 @@
-"""Start of an agent, and requests to it, for a launcher or a command line."""
+"""The start of an agent, and requests to an agent, for a launcher or a command line."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ RETRY_S = 0.05
 
 
 def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
-    """Start the agent of a run directory (made, with settings saved) in a new process session.
+    """Start the agent of an existing run directory with saved settings, in a new process session.
 
-    The agent's exit code is that of the run. The agent watches its caller: when the caller dies, the agent asks for a
-    graceful exit of the run.
+    The agent's exit code is that of the run. The agent watches its caller. When the caller dies, the agent lets the run
+    save and leave.
     """
     with os.fdopen(open_log(run_dir / "agent.log"), "ab") as log:
         return subprocess.Popen(
@@ -40,14 +40,14 @@ def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
 class AgentLink:
     """The requests to the agent of a run.
 
-    Each ``request`` opens a new connection, so it finds a successor of the agent.
+    Each ``request`` opens a new connection, so it also reaches an agent that has replaced a dead one.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run = RunDir(run_dir)
 
     def request(self, message: ExitRun | StopRun | DrainNode, *, timeout_s: float = 5.0) -> Ack:
-        """Send a request, wait for its answer, and return the answer.
+        """Send a request to the agent, and return its answer.
 
         Raises:
             AuthError: the token of the run directory is not that of the agent, or cannot be read.

@@ -1,9 +1,9 @@
 """Early report of a worker's death, before the kernel has freed its memory: by a robust lock in the status page.
 
 Theory. A pidfd becomes readable, and sockets are closed, only when a process is completely gone. With a few hundred MB
-of memory that takes the kernel 30 to 40 ms. One of its first acts at the end of a thread is to pass on the thread's
-robust locks (pthread_mutexattr_setrobust(3)): a waiter for such a lock wakes up within a fraction of a millisecond. So
-the worker's main thread takes such a lock for its whole life, and a thread of the agent waits for it.
+of memory that takes the kernel 30 to 40 ms. When a thread ends, one of the kernel's first acts is to hand over the
+thread's robust locks (pthread_mutexattr_setrobust(3)). A waiter for such a lock wakes up within a fraction of a
+millisecond. So the worker's main thread holds such a lock for its whole life, and a thread of the agent waits for it.
 
 Invariants:
 1. A worker takes its lock once, in its main thread, and never releases it: the mapping stays until the process ends.
@@ -23,9 +23,9 @@ from pathlib import Path
 from holdfast.core.protocol.status_page import LOCK_AT, LOCK_SIZE_BYTES, PAGE_SIZE_BYTES
 
 _ROBUST = _SHARED = 1  # in every C library of Linux
-_ENDED = (EOWNERDEAD, ENOTRECOVERABLE)  # the second: an earlier waiter got the first
+_ENDED = (EOWNERDEAD, ENOTRECOVERABLE)  # the second, if an earlier waiter got the first
 _ATTRIBUTES_SIZE_BYTES = 64
-_held: list[ctypes.Array[ctypes.c_char]] = []  # never unmapped: the kernel looks there when the process ends
+_held: list[ctypes.Array[ctypes.c_char]] = []  # never unmapped: the kernel reads them when the process ends
 
 
 def hold(page: Path) -> None:

@@ -1,9 +1,9 @@
 """The rank of a spare process, which is unknown until the spare becomes a member of the job (until it is "called").
 
-Theory. A spare runs the user's script before its rank is decided. Code that works for every rank runs on. Code that
-reads the rank (``RANK`` and similar variables, ``dist.get_rank()``) blocks there, and gets the true rank at the call.
-So no variable of the script ever holds a wrong rank. Known places that read the rank without need are *exempt*: they
-get a placeholder, and values that were computed from it are corrected at the call.
+Theory. A spare runs the user's script before its rank is decided. Code that works for every rank runs without a wait.
+Code that reads the rank (``RANK`` and similar variables, ``dist.get_rank()``) blocks until the spare is called. It then
+gets the true rank, so no variable of the script ever has a wrong rank. Known code that reads the rank without need is
+*exempt*: it gets a placeholder, and values that were computed from the placeholder are corrected at the call.
 
 A spare that was built for one rank (``fixed``) knows its rank from the start; only its generation is missing. Every
 spare blocks before its first use of a device, because the device has no room for the state of a second process.
@@ -22,11 +22,17 @@ from typing import Any
 from holdfast.runtime.node.process_info import END_MOST_S, END_STILL_S, await_end
 
 ASKED = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "RANK_ID", "DEVICE_ID"})
-"""Environment variables that give a process its place in the job."""
+"""Environment variables that contain the rank of a process, or a number that follows from it."""
 
 
 class DeferredRank:
-    """The unknown rank of a spare. ``waits(ready)`` reports to the agent that this process waits for its call."""
+    """The unknown rank of a spare.
+
+    Args:
+        fixed: True if the spare was built for one rank, which it knows.
+        waits: reports to the agent that this process waits for its call. Its argument is True if the spare is
+            completely built.
+    """
 
     def __init__(self, fixed: bool, waits: Callable[[bool], None]) -> None:
         self.fixed = fixed
@@ -39,29 +45,32 @@ class DeferredRank:
 
     @property
     def called(self) -> bool:
-        """True if this process is a member of the job."""
+        """True if this process has become a member of the job."""
         return self._called.is_set()
 
     def install(self) -> None:
-        """Make reads of the rank variables of this process block, unless the rank is known."""
+        """Make reads of the rank variables in ``os.environ`` block, unless the rank is known."""
         os.register_at_fork(after_in_child=self._in_child)
         if not self.fixed:
             os.environ.__class__ = _Environment
             _Environment.stand_in = self
 
     def ask(self) -> None:
-        """Block until the rank is known; return at once where a placeholder is enough."""
+        """Block until the rank is known. Return at once in code for which a placeholder is enough."""
         if self.fixed or self.called or self._forked or self._exempt_depth():
             return
         self._stay("where its rank is asked for")
 
     def ask_once(self) -> None:
-        """Block until this process is a member: results of its rank's ``once`` are known to members only."""
+        """Block until this process is a member, because only a member can get results of its rank's ``once`` calls."""
         if not self.called:
             self._stay("where its rank asks for what it has made once")
 
     def hold(self) -> None:
-        """Block until this process may use a device: it is a member, and lost processes have freed their devices."""
+        """Block until this process may use a device: it is a member, and lost processes have freed their devices.
+
+        Print a warning if a lost process does not end.
+        """
         if self._forked:
             return
         if not self.called:
@@ -75,7 +84,7 @@ class DeferredRank:
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
-        """Return a context in which this thread gets a placeholder for the rank."""
+        """Return a context in which reads of the rank by this thread get a placeholder instead of blocking."""
         self._local.exempt = self._exempt_depth() + 1
         try:
             yield
@@ -89,13 +98,19 @@ class DeferredRank:
             self._called.wait()
 
     def on_call(self, action: Callable[[int], None]) -> None:
-        """Register ``action(rank)`` for the call. It runs in the client thread, while the main thread waits."""
+        """Register ``action(rank)``, to run when this spare is called.
+
+        It runs in the client thread while the main thread waits.
+        """
         self._on_call.append(action)
 
     def call(self, rank: int, ending: Sequence[int] = ()) -> None:
-        """Make this process ``rank``; its environment has the rank already.
+        """Make this process the member with rank ``rank``.
 
-        ``ending``: lost processes whose devices may not be free yet, see ``core/job/spares.Called``.
+        The caller has set the rank variables of the environment before.
+
+        Args:
+            ending: pids of lost processes whose devices may not be free yet, see ``core/job/spares.Called``.
         """
         self._ending = tuple(ending)
         for action in self._on_call:
@@ -112,7 +127,7 @@ class DeferredRank:
         return int(getattr(self._local, "exempt", False))
 
     def _in_child(self) -> None:
-        self._forked = True  # a data loader's worker: it is never called
+        self._forked = True  # a forked child, such as a data loader's worker, is never called
 
 
 class _Environment(os._Environ[str]):
@@ -127,7 +142,10 @@ class _Environment(os._Environ[str]):
 
 
 def exempt() -> AbstractContextManager[None]:
-    """Return a context that allows a placeholder for the rank; an empty context in a process that knows its rank."""
+    """Return a context in which a placeholder for the rank is allowed.
+
+    In a process with a known rank the context has no effect.
+    """
     found = current()
     return nullcontext() if found is None else found.exempt()
 

@@ -1,4 +1,4 @@
-"""``HOLDFAST_DISABLE=1``: scripts run as if Holdfast were not installed; a session, which needs it, is refused."""
+"""The variable ``HOLDFAST_DISABLE=1``: scripts run as if Holdfast were not installed, and sessions are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 def is_disabled() -> bool:
-    """Return True if the variable is set to yes. Raises: UsageError: it is neither yes nor no."""
+    """Return True if ``HOLDFAST_DISABLE`` is 1, true, yes or on; False if it is unset, empty, 0, false, no or off.
+
+    Raises:
+        UsageError: the variable has another value.
+    """
     said = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
     if said not in _YES + _NO:
         raise UsageError(f"{DISABLE_VARIABLE}={said} is neither 1 nor 0", hint=f"unset {DISABLE_VARIABLE}")
@@ -19,7 +23,7 @@ def is_disabled() -> bool:
 
 
 def refuse_session() -> None:
-    """Refuse a session while Holdfast is disabled: without it nothing of the training would be saved or resumed.
+    """Raise an error if Holdfast is disabled, because a session without Holdfast would neither save nor resume.
 
     Raises:
         UnsupportedError: Holdfast is disabled.

@@ -1,10 +1,11 @@
-"""Search a script for environment variables that it sets before it imports torch.
+"""A search of a script for environment variables that it sets before it imports torch.
 
-Theory. torch and the libraries below it read some variables when they are loaded. Workers are forked from a process
-that has loaded them, so a variable that the script sets at its top would have no effect. The source is therefore parsed
-beforehand, in the order in which it runs, up to the first import of torch, with the modules beside it that it imports.
-If it sets such a variable, its workers are started from scratch and import torch when the script does. A false finding
-costs only the seconds of that import. So a name that is computed, and cannot be known here, counts as a finding.
+Theory. torch and its libraries read some variables when they are loaded. Workers are forked from a process that has
+loaded torch, so a variable that the script sets at its top would have no effect. Therefore the source of the script is
+parsed before any fork, in the order of its execution, up to the first import of torch. An imported module of the
+script's directory is parsed as well. If a variable that torch reads is set there, the workers are not forked. Each
+worker then starts a new interpreter, and imports torch when the script does. A false finding costs only the seconds of
+that import. So a variable whose name is computed, and cannot be known here, counts as a finding.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ PREFIXES = (
     "TORCH", "TRITON_", "VECLIB_",
 )  # fmt: skip
 LATER = ("TORCH_NCCL_", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST", "TORCHELASTIC_")
-"""Exceptions: variables with these prefixes that are read only at their use, so that a later value has an effect."""
+"""Exceptions from ``PREFIXES``: torch reads variables with these prefixes only at their use, so a later value works."""
 COMPUTED = "a variable whose name is computed"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def early_variable(files: list[Path], root: Path, env: Mapping[str, str]) -> str:
-    """Return the first variable that is set before torch is imported, as ``train.py:3: OMP_NUM_THREADS``; empty: none.
+    """Return the first variable that is set before the import of torch; empty: none.
+
+    The result has the form ``train.py:3: OMP_NUM_THREADS``.
 
     Args:
-        files: the Python files in the order in which they run: the script, or a module after its packages.
-        root: the directory of the modules beside them.
-        env: the environment of a worker; setting a value that it already has changes nothing.
+        files: the Python files in the order of their execution: the script, or a module after its packages.
+        root: the directory from which the script imports its own modules.
+        env: the environment of a worker. A variable that is set to its value in ``env`` does not count.
     """
     scan = _Scan(root, env)
     return next((found for file in files for found in scan.file(file)), "")
 
 
 def sources(kind: str, target: str, cwd: Path) -> tuple[list[Path], Path]:
-    """Return the files of a script or module for :func:`early_variable`, and the directory of modules beside them."""
+    """Return the files of a script or module for :func:`early_variable`, and the directory of its own modules."""
     if kind != "module":
         path = Path(target)
         return ([path / "__main__.py"], path) if path.is_dir() else ([path], path.parent)
@@ -52,13 +55,13 @@ def sources(kind: str, target: str, cwd: Path) -> tuple[list[Path], Path]:
 
 
 def is_for_typing(node: ast.AST) -> TypeGuard[ast.If]:
-    """Return whether a statement is ``if TYPE_CHECKING:``, of which only the ``else`` is executed."""
+    """Return True if a statement is ``if TYPE_CHECKING:``. At run time only its ``else`` is executed."""
     names = ("id", "attr")
     return isinstance(node, ast.If) and any(getattr(node.test, name, "") == "TYPE_CHECKING" for name in names)
 
 
 class _Scan:
-    """A reader of sources in the order in which they run. ``over``: True after the import of torch."""
+    """A reader of source files in the order of their execution. ``over`` is True after the import of torch."""
 
     def __init__(self, root: Path, env: Mapping[str, str]) -> None:
         self.over = False
@@ -67,9 +70,9 @@ class _Scan:
         self._seen: set[Path] = set()
 
     def file(self, path: Path) -> Iterator[str]:
-        """Yield the variables that a file sets.
+        """Yield the variables that a file sets before the import of torch.
 
-        A missing or unparsable file sets none: its worker reports the error.
+        A missing or unparsable file yields none, because the worker reports the error.
         """
         if path in self._seen:
             return
@@ -82,7 +85,10 @@ class _Scan:
             yield f"{path.name}:{line}: {name}" if line else name
 
     def _walk(self, node: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
-        """Yield (name, line) of each variable; line 0: the name already includes file and line."""
+        """Yield (name, line) of each variable that ``node`` sets.
+
+        With line 0 the name already includes file and line.
+        """
         if self.over:
             return
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -121,7 +127,7 @@ class _Scan:
 
 
 def _set(node: ast.AST, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names of the variables that this one statement or call sets to a new value."""
+    """Yield the names of the environment variables that one statement or call sets to a value other than in ``env``."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Subscript) and _is_environ(target.value):

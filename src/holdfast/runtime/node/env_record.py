@@ -1,6 +1,7 @@
 """The versions and the environment that a worker started with: one line of JSON per worker that ever held a rank.
 
-Only variables of an allow-list are written, and none whose name or value looks like a secret; the rest is counted.
+Only variables of an allow-list are written, and none whose name or value looks like a secret. The others are only
+counted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FRAMEWORKS = ("torch", "mindspore", "tensorflow-cpu", "tensorflow")
 
 
 class Started(msgspec.Struct, frozen=True):
-    """One line of the record. ``withheld``: the number of variables that are not shown."""
+    """One line of the record. ``withheld`` is the number of environment variables that are not recorded."""
 
     at: float  # Unix time
     rank: int
@@ -55,11 +56,12 @@ class Started(msgspec.Struct, frozen=True):
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the kernel and the installed packages of interest. No package is imported."""
-    from importlib.metadata import (  # slow to import: not at the start of each agent
-        PackageNotFoundError,
-        version,
-    )
+    """Return the versions of Python, the kernel and the packages in ``PACKAGES`` that are installed.
+
+    None of these packages is imported.
+    """
+    # Slow to import: not at the start of each agent.
+    from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": sys.version.split()[0], "kernel": f"{platform.system()} {platform.release()}"}
     for name in PACKAGES:
@@ -71,13 +73,13 @@ def versions() -> dict[str, str]:
 
 
 def alike() -> dict[str, str]:
-    """Return the versions that should be equal on all nodes of a job: Python (minor version) and the frameworks."""
+    """Return the versions that should be equal on all nodes of a job: Python (major and minor) and frameworks."""
     found = {name: text for name, text in versions().items() if name in FRAMEWORKS}
     return {"python": "{}.{}".format(*sys.version_info), **found}
 
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that may be recorded, sorted."""
+    """Return the variables of ``environment`` that may be recorded, sorted by name."""
     return {
         name: os.fsencode(value).decode(errors="replace")[:VALUE_SIZE_MAX]
         for name, value in sorted(environment.items())
@@ -88,7 +90,7 @@ def allowed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def record(path: Path, rank: int, member_id: int) -> None:
-    """Append the line of this process to ``path`` (mode 0600).
+    """Append the line of this process, which is worker ``member_id`` of ``rank``, to the file ``path`` (mode 0600).
 
     Raises:
         OSError: the file cannot be written.

@@ -1,15 +1,15 @@
-"""An event log that a thread writes: a slow or full disk never blocks the event loop.
+"""An event log that a thread writes, so that a slow or full disk never blocks the event loop.
 
-Theory. The heartbeat of an agent proves that its node lives, so no action of the agent may wait for a disk: not for
-room, not for a flush, not for the lock of the file, which other processes of the host hold while they wait. The lines
-are for people and for a later controller (the lines of a controller on another node are a copy). So lines are queued in
-order, each with the time of its append, and a thread writes them. ``flush`` waits until they are in the file; it is
-called before a controller reads the file, and at the end.
+Theory. The heartbeat of an agent proves that its node lives, so no action of the agent may wait for a disk. The agent
+may not wait for room on the disk, for a flush, or for the lock of the file, which another process of the host holds
+while it waits for the disk. The lines are for people and for a later controller (the lines of a controller on another
+node are a copy). So lines are queued in order, each with the time of its append, and a thread writes them. ``flush``
+waits until all queued lines are in the file. It is called before a controller reads the file, and at the end.
 
 Invariants:
-1. Lines are written in the order of their appends, each whole or not at all.
+1. Lines are written in the order of their appends. Each is written completely or not at all.
 2. ``append`` never waits.
-3. If a line cannot be written, even after the journal's wait for room, ``fail`` is called once.
+3. If a line cannot be written, even after the event log has waited for room, ``fail`` is called once.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class EventLogWriter:
     """A thread that writes an event log beside the running event loop.
 
     Args:
-        journal: the log; only this object writes to it.
+        journal: the event log; only this object writes to it.
 
     Attributes:
-        fail: gets the error, in the loop; later lines are dropped.
+        fail: called in the event loop with the first error of a write. Later lines are dropped.
     """
 
     def __init__(self, journal: EventLog) -> None:
@@ -53,12 +53,12 @@ class EventLogWriter:
         self._thread.start()
 
     def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> None:
-        """Queue one event; with ``durable`` it is synced to the disk when it is written."""
+        """Queue one line of the event log. With ``durable``, the line is also synced to the disk."""
         said = Said(time.time(), time.monotonic())
         self._lines.put(_QueuedLine(kind, dict(data), durable, said))
 
     def flush(self) -> None:
-        """Wait until all queued lines are written, or have failed."""
+        """Wait until each queued line is written or has failed."""
         written = threading.Event()
         self._lines.put(written)
         written.wait()
@@ -66,7 +66,8 @@ class EventLogWriter:
     def close(self, over: bool = False) -> None:
         """Write all queued lines and close the file.
 
-        ``over``: the run is over, so release the room reserved for its lines.
+        Args:
+            over: True if the run is over; the disk space reserved for more lines is then released.
         """
         self._lines.put(None)
         self._thread.join()

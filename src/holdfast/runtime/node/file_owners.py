@@ -1,4 +1,4 @@
-"""Tests of the owner of a file or directory: files that another user could have made are not used."""
+"""Tests of the owner of a file or directory. Holdfast uses no file that another user could have made."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from pathlib import Path
 
 
 def ours(directory: Path) -> frozenset[int]:
-    """Return the user ids that files of this process have in ``directory``: a network file system may map the id."""
+    """Return the user ids that files of this process can have in ``directory``.
+
+    A network file system may map the user id of this process to another one.
+    """
     uids = {os.geteuid()}
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
             uids.add(os.fstat(probe.fileno()).st_uid)
-    except OSError:  # it cannot be written: nothing here is of this process
+    except OSError:  # not writable: no file here is of this process
         pass
     return frozenset(uids)
 
 
 def is_ours(path: Path) -> bool:
-    """Return True for a path that is no link and was made by this user. Raises: FileNotFoundError."""
+    """Return True if ``path`` belongs to this user and is no symbolic link. Raises: FileNotFoundError."""
     about = path.lstat()
     return not stat.S_ISLNK(about.st_mode) and about.st_uid in ours(path.parent)
 
 
 def doubt(path: Path) -> str:
-    """Return why ``path`` may be another user's, in words that follow its name; empty: it is this user's alone.
+    """Return why another user may own or change ``path``; empty: no other user can.
+
+    In a message the text follows the path.
 
     Raises:
         FileNotFoundError: there is no such path.
@@ -44,14 +49,14 @@ def doubt(path: Path) -> str:
 
 
 def planted(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return those of ``names`` in ``root`` that another user has made, each with the reason to refuse it.
+    """Return the names in directory ``root`` that another user has made, each with the reason to refuse it.
 
-    If not every user can write in ``root``, the result is empty.
+    Only ``names`` are checked. If not every user can write in ``root``, the result is empty.
     """
     try:
         if not root.stat().st_mode & stat.S_IWOTH:
             return {}
-    except OSError:  # its files cannot be read either
+    except OSError:  # the files in it cannot be read either
         return {}
     known, found = ours(root) | {0}, {}
     for name in names:
@@ -65,7 +70,7 @@ def planted(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def user(uid: int) -> str:
-    """Return the name of a user, or the user id if there is no name."""
+    """Return words that name a user in a message: with the user name, or with the id if there is no name."""
     try:
         return f"the user {pwd.getpwuid(uid).pw_name}"
     except KeyError:

@@ -1,7 +1,8 @@
 """The flight recorder: the last collectives of a process, in its status page, as evidence for the cause of a hang.
 
-A slot is written with a few stores and no system call. A read at that moment may mix halves of two records. The record
-is one piece of evidence among others, and is read when no rank makes progress.
+A record is written with a few stores into shared memory and no system call. A read at the same moment may mix halves of
+two records. This is accepted, because a record is one piece of evidence among others and is read when no rank makes
+progress.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ _SLOT = struct.Struct(f"={HEAD_WORDS}q{TEXT_SIZE_BYTES}s")
 
 
 class Recorded(NamedTuple):
-    """The record of one collective.
+    """The record of one collective. Times are in nanoseconds on the monotonic clock.
 
-    ``order``: its number in this process. ``number``: its number in its group. ``ended_ns``: 0 while it is in progress.
+    ``order``: number of the collective in this process. ``number``: its number in its group. ``ended_ns``: 0 while it
+    is in progress.
     """
 
     order: int
@@ -39,16 +41,16 @@ class Recorded(NamedTuple):
 
 
 def text_of(group: str, what: str) -> bytes:
-    """Return the text of a slot, for :meth:`Flight.begin`."""
+    """Return the bytes with the group and the operation of a collective, for :meth:`Flight.begin`."""
     return f"{group}\t{what}".encode()[:TEXT_SIZE_BYTES].ljust(TEXT_SIZE_BYTES, b"\0")
 
 
 class Flight:
-    """The ring of slots with the last collectives.
+    """The ring buffer with the records of the last collectives.
 
     Args:
-        area: ``FLIGHT_SLOTS * FLIGHT_SLOT_BYTES`` bytes of the page.
-        words: the words of the page.
+        area: the ``FLIGHT_SLOTS * FLIGHT_SLOT_BYTES`` bytes of the status page for the records.
+        words: the status page as 64-bit words.
     """
 
     def __init__(self, area: memoryview, words: memoryview) -> None:
@@ -59,14 +61,16 @@ class Flight:
     def begin(self, count: int, number: int, text: bytes) -> None:
         """Record that collective ``count`` of this process begins.
 
-        ``number``: number of the collective in its group. ``text``: result of :func:`text_of`.
+        Args:
+            number: the number of the collective in its group.
+            text: result of :func:`text_of`.
         """
         _SLOT.pack_into(
             self._bytes, count % FLIGHT_SLOTS * FLIGHT_SLOT_BYTES, number, time.monotonic_ns(), 0, count, text
         )
 
     def end(self, count: int, broken: bool = False) -> None:
-        """Record the end of collective ``count``."""
+        """Record the end of collective ``count`` of this process. ``broken`` is True if it ended with an error."""
         at = count % FLIGHT_SLOTS * _SLOT_WORDS
         if self._slots[at + 3] == count:
             now_ns = time.monotonic_ns()
@@ -75,16 +79,19 @@ class Flight:
                 self._words[Word.FREED_NS] = now_ns
 
     def counted(self, count: int) -> None:
-        """Publish the number of collectives on the status page, if no session does so."""
+        """Publish the number of collectives on the status page. A session, if there is one, does this itself."""
         self._words[Word.COLLECTIVES] = self._words[Word.SEQUENCE] = count
 
     def waits(self) -> bool:
-        """Return True if the newest collective is in progress. (An older one may have been left without a wait.)"""
+        """Return True if the newest collective is in progress.
+
+        An older one may also be in progress, because its caller never waited for it.
+        """
         ended_ns, count = self._newest()
         return count != 0 and ended_ns == 0
 
     def rests(self) -> bool:
-        """Return True if the newest collective is over; False also without any collective."""
+        """Return True if the newest collective is over. Return False also if there was no collective."""
         return self._newest()[0] != 0
 
     def _newest(self) -> tuple[int, int]:
@@ -107,6 +114,6 @@ class Flight:
         return sorted(found)
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the views of the status page."""
         self._slots.release()
         self._bytes.release()

@@ -1,6 +1,6 @@
-"""The registry of frameworks: the module that makes a worker ready for each, and the imports of the zygote.
+"""The registry of frameworks: for each, the module that prepares a worker, and the modules that the zygote imports.
 
-It holds only names: nothing here loads a framework.
+It contains only names, so that its import loads no framework.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ FrameworkName = Literal["torch", "mindspore", "tensorflow"]
 
 
 class Framework(NamedTuple):
-    """One framework. ``install_module`` has ``install()``, called before user code. ``preloads`` are imported once per
-    node. ``records_module`` has ``records()``; it is empty for a framework without a flight recorder.
+    """The names that belong to one framework.
+
+    ``install_module`` has a function ``install()``, which a worker calls before user code. ``preloads`` are the modules
+    that the zygote imports. ``records_module`` has a function ``records()``; it is empty for a framework without a
+    flight recorder.
     """
 
     package: str
@@ -78,10 +81,10 @@ COMMON_PRELOADS = ("holdfast.session", "holdfast.runtime.worker.entry")
 
 
 def install_framework(name: FrameworkName) -> None:
-    """Make this worker ready for its framework. A missing torch is no error: the script may not need it.
+    """Prepare this worker for its framework. A missing torch is no error, because the script may not need it.
 
-    A torch that is not loaded is made ready when the script imports it: variables that the script sets before have an
-    effect.
+    If torch is not loaded yet, it is prepared when the script imports it. So variables that the script sets before its
+    import of torch have an effect.
 
     Raises:
         ScriptError: a framework was requested by name and is not installed.
@@ -107,7 +110,7 @@ def install_framework(name: FrameworkName) -> None:
 
 
 def records(name: FrameworkName) -> Records:
-    """Return the framework's own records of its collectives; empty if the framework is not loaded."""
+    """Return the framework's own flight records of this process; empty if the framework is not loaded."""
     framework = FRAMEWORKS[name]
     if not framework.records_module or framework.package not in sys.modules:
         return Records()
@@ -119,18 +122,18 @@ _broken: list[Exception] = []  # the error of the first import of torch in this 
 
 
 def note_broken(error: Exception) -> None:
-    """Keep the error of an import of torch in the zygote.
+    """Keep the error of a failed import of torch in the zygote.
 
-    torch can be loaded only once per process, so a forked worker reports this error.
+    torch can be loaded only once per process, so each forked worker reports this error.
     """
     _broken.append(error)
 
 
 class _WhenImported:
-    """A finder of imports that makes torch ready as soon as it is imported, once.
+    """An import finder that prepares torch for Holdfast once, as soon as it is imported.
 
     Raises:
-        FrameworkError: (from an import) the installed torch cannot work, or be loaded.
+        FrameworkError: (from the import) the installed torch cannot work or cannot be loaded.
     """
 
     def __init__(self, framework: Framework) -> None:
@@ -139,7 +142,7 @@ class _WhenImported:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the framework's own spec, with a loader that also makes it ready; None for other modules."""
+        """Return the import spec of torch, with a loader that also prepares torch; None for other modules."""
         if name != self._framework.package:
             return None
         sys.meta_path.remove(self)

@@ -1,11 +1,11 @@
-"""Evidence about a worker without progress, from outside: its page, /proc, and the stacks that it writes.
+"""Evidence about a worker without progress, collected from outside: its status page, /proc, and stacks that it writes.
 
-A worker that this library started lets Python's own ``faulthandler`` write the stack of its main thread on
-``STACKS_SIGNAL``. That runs in the signal handler and needs neither the GIL nor memory, so it works even if C code
-holds the GIL forever. ``faulthandler`` could also write the stacks of all threads, but it reads them while they run: a
-thread that starts or ends at that moment crashes the worker. So Python code writes the stacks of the other threads, as
-soon as the main thread executes Python again. A stopped process answers when it runs again, and one in an
-uninterruptible wait never: then only /proc is left.
+On ``STACKS_SIGNAL``, a worker that Holdfast started writes the stack of its main thread with Python's ``faulthandler``.
+The signal handler needs neither the GIL nor memory, so it works even if C code holds the GIL forever. ``faulthandler``
+could also write the stacks of all threads. But it reads stacks while their threads run, and a thread that starts or
+ends at that moment crashes the worker. So Python code writes the stacks of the other threads, as soon as the main
+thread executes Python again. A stopped process writes its stacks when it runs again. A process in an uninterruptible
+wait writes none, and only /proc is left as evidence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RECORDS_SIZE_BYTES_MAX = 16 << 20
 WHERE_LENGTH_MAX = 240
 FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 MAIN = "Stack (most recent call first):"
-FRAMES_MAX = 100  # of one thread, as in faulthandler
+FRAMES_MAX = 100  # most frames written of one thread, as in faulthandler
 INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{DIRECTORY}/")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _TGKILL = {"x86_64": 234, "aarch64": 131}.get(
@@ -56,7 +56,11 @@ _open_files: list[TextIO] = []  # faulthandler keeps the descriptor only
 
 
 class ProcessSample(NamedTuple):
-    """One reading of a process: the letter of its state, CPU seconds of its main thread, its kernel wait."""
+    """One reading of a process from /proc.
+
+    ``process``: its state letter. ``cpu_s``: CPU seconds of its main thread. ``wchan``: the kernel function in which it
+    waits. ``at_s``: the time of the reading, on the monotonic clock.
+    """
 
     process: str
     cpu_s: float
@@ -65,7 +69,7 @@ class ProcessSample(NamedTuple):
 
 
 class ProcessEvidence(NamedTuple):
-    """The findings about one process."""
+    """The evidence about one process. ``cpu`` is the share of one core that its main thread uses, from 0 to 1."""
 
     process: str
     cpu: float
@@ -75,7 +79,7 @@ class ProcessEvidence(NamedTuple):
 
 
 def offer_stacks(path: Path, page: Page) -> None:
-    """Make ``STACKS_SIGNAL`` append the stacks of all threads of this worker to ``path``.
+    """Make ``STACKS_SIGNAL`` append the stacks of all threads of this worker to the file ``path``.
 
     Raises:
         OSError: the file cannot be made.
@@ -90,13 +94,16 @@ def offer_stacks(path: Path, page: Page) -> None:
 
 
 def _stop_offering() -> None:
-    """Ignore the signal: at its end Python restores the default action, which would kill the process."""
+    """Ignore ``STACKS_SIGNAL`` from now on.
+
+    When Python ends, it restores the default action, which would kill the process.
+    """
     faulthandler.unregister(STACKS_SIGNAL)
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 def _write_others(fd: int) -> None:
-    """Write the stacks of all threads but the main one, in the form of ``faulthandler``: the innermost call first."""
+    """Write the stacks of all threads except the main thread, in the form of ``faulthandler``: innermost call first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident == threading.main_thread().ident:
@@ -109,12 +116,15 @@ def _write_others(fd: int) -> None:
 
 
 def stacks_path(run: RunDir, member_id: MemberId) -> Path:
-    """Return the file for the stacks of a worker, which is beside its page so that no slow disk is involved."""
+    """Return the file for the stacks of a worker.
+
+    It is beside the status pages, in shared memory, so that no slow disk delays the write.
+    """
     return run.pages() / f"stacks-{member_id}"
 
 
 def offer_records(path: Path, read: Callable[[], Records]) -> None:
-    """Write the result of ``read()`` to ``path``. This runs in a thread, because ``read`` may wait for a device."""
+    """Write the result of ``read()`` to the file ``path``, in a thread, because ``read`` may wait for a device."""
 
     def write() -> None:
         with contextlib.suppress(OSError):  # no room, or the run ends: the evidence lacks it
@@ -124,12 +134,12 @@ def offer_records(path: Path, read: Callable[[], Records]) -> None:
 
 
 def records_path(run: RunDir, member_id: MemberId) -> Path:
-    """Return the file for the records that a worker's framework has made."""
+    """Return the file for the flight records of a worker's framework."""
     return run.pages() / f"records-{member_id}"
 
 
 def sample(pid: int) -> ProcessSample:
-    """Return the state of a process, read from /proc; an empty state if it is gone."""
+    """Return a reading of process ``pid`` from /proc. The state letter is empty if the process is gone."""
     base = Path(f"/proc/{pid}/task/{pid}")
     try:
         fields = (base / "stat").read_text().rpartition(")")[2].split()
@@ -142,7 +152,10 @@ def sample(pid: int) -> ProcessSample:
 
 
 def compare(first: ProcessSample, second: ProcessSample) -> tuple[str, float]:
-    """Return process state and share of a core between two readings. State "D" counts only if both readings have it."""
+    """Return the process state, and the used share of a core (0 to 1), from two readings of a process.
+
+    The state is that of the second reading. But "D" (uninterruptible wait) counts only if both readings have it.
+    """
     passed_s = max(second.at_s - first.at_s, 1e-6)
     cpu = min(1.0, max(0.0, (second.cpu_s - first.cpu_s) / passed_s))
     process = second.process if second.process != "D" or first.process == "D" else first.process
@@ -150,7 +163,9 @@ def compare(first: ProcessSample, second: ProcessSample) -> tuple[str, float]:
 
 
 def ask_for_stacks(pid: int) -> None:
-    """Send ``STACKS_SIGNAL`` to the main thread. A signal to the process could reach another thread and show its stack.
+    """Send ``STACKS_SIGNAL`` to the main thread of a process.
+
+    A signal to the process as a whole could reach another thread, whose stack would then be shown.
 
     Raises:
         OSError: there is no such process, or it may not be signalled.
@@ -167,11 +182,12 @@ async def find(
     workers: Sequence[tuple[MemberId, int, Page]],
     ask: Callable[[MemberId], bool] | None = None,
 ) -> dict[MemberId, ProcessEvidence]:
-    """Collect evidence about all workers (member, pid, page) at once; takes at most ``ANSWER_S``.
+    """Collect evidence about all workers in parallel, in at most ``ANSWER_S`` seconds.
 
     Args:
-        ask: sends :class:`~holdfast.core.protocol.health_messages.ShowRecords` to a worker; returns False if the
-            worker is not connected.
+        workers: (member, pid, status page) of each worker.
+        ask: sends :class:`~holdfast.core.protocol.health_messages.ShowRecords` to a worker; returns False if the worker
+            is not connected.
     """
     before = {member_id: sample(pid) for member_id, pid, _ in workers}
     records: dict[MemberId, Path] = {}
@@ -190,7 +206,7 @@ async def find(
             except ProcessLookupError:
                 del asked[member_id]
     start_s = time.monotonic()
-    waits = {m: "" for m in asked if before[m].process not in ("T", "t")}  # with the text of the last look
+    waits = {m: "" for m in asked if before[m].process not in ("T", "t")}  # with the text that was read last
     while (passed_s := time.monotonic() - start_s) < ANSWER_S:
         texts = {m: _new_text(*asked[m]) for m in waits}
         waits = {m: text for m, text in texts.items() if not is_complete(text) or text != waits[m]}
@@ -208,7 +224,7 @@ async def find(
 
 
 def _read_records(path: Path) -> Records:
-    """Read the records of a worker; empty if it did not answer."""
+    """Return the flight records that a worker has written; empty if it has written none."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(RECORDS_SIZE_BYTES_MAX), type=Records)
@@ -217,7 +233,10 @@ def _read_records(path: Path) -> Records:
 
 
 def is_complete(stacks: str) -> bool:
-    """Return True if the stack of the main thread has at least begun: it comes line by line, without an end mark."""
+    """Return True if ``stacks`` has at least the beginning of the main thread's stack, up to the end of a line.
+
+    The stack arrives line by line and has no end mark.
+    """
     return MAIN in stacks and stacks.endswith("\n") and bool(FRAME.search(_main(stacks)))
 
 
@@ -235,7 +254,7 @@ def _main(stacks: str) -> str:
 
 
 def where(stacks: str) -> str:
-    """Return the innermost frame of the main thread, and the innermost one of the user's code."""
+    """Return the innermost frame of the main thread and the innermost one in user code, as text; empty if unknown."""
     frames = [match.groupdict() for match in FRAME.finditer(_main(stacks))]
     if not frames:
         return ""

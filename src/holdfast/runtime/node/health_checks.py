@@ -1,8 +1,8 @@
-"""Health of this node: cheap built-in checks, and a command of the user (``--health``). A sick node is drained.
+"""The health of this node: cheap built-in checks, and a command of the user (``--health``). A sick node is drained.
 
-Theory. A check reports only what it can read. A value that it cannot read counts as healthy. A sick node gives a notice
-without a deadline: its ranks move if another node has room, otherwise the node trains on. So a false alarm costs at
-most a move, and a check never kills a process.
+Theory. A check judges only values that it can read. A value that it cannot read counts as healthy. A sick node gets a
+notice without a deadline. Its ranks move if another node has room; otherwise they continue on the sick node. So a false
+alarm costs at most a move, and a check never kills a process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DISK_FREE_BYTES_LEAST = 64 << 20
 SHM_FREE_BYTES_LEAST = 4 << 20
 KERNEL_LOG = Path("/dev/kmsg")
 RECORD_SIZE_BYTES_MAX = 8192
-RECORDS_MAX = 10_000  # in one look: endless output of the kernel must not block the agent
+RECORDS_MAX = 10_000  # per read: endless output of the kernel must not block the agent
 
 _FATAL_XID = frozenset({46, 48, 54, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
-"""NVIDIA's error codes of the hardware or its firmware. The others are of programs, or repair themselves."""
+"""NVIDIA's error codes (Xid) for broken hardware or firmware. Other codes are errors of programs or are repaired."""
 _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
 _BROKEN = re.compile(
     r"uncorrect(?:ed|able).{0,20}\b(?:ecc|memory|error)|EDAC .*\bUE\b|\bfatal .*machine check"
@@ -37,7 +37,7 @@ _BROKEN = re.compile(
 
 
 def broken_by(line: str) -> str:
-    """Return the part of a kernel log line that reports broken hardware; empty: none."""
+    """Return the text in a kernel log line that reports broken hardware; empty: the line reports none."""
     xid = _XID.search(line)
     if xid is not None:
         return f"Xid {xid[1]}" if int(xid[1]) in _FATAL_XID else ""
@@ -46,7 +46,7 @@ def broken_by(line: str) -> str:
 
 
 class KernelLog:
-    """The lines of the kernel log that came since this object was made, if this user may read them."""
+    """The lines that are added to the kernel log after this object is made. Without read permission there are none."""
 
     def __init__(self, path: Path = KERNEL_LOG) -> None:
         try:
@@ -56,12 +56,12 @@ class KernelLog:
             self._fd = -1
 
     def lines(self) -> Iterator[str]:
-        """Yield the new lines."""
+        """Yield the lines that were added since the last call."""
         for _ in range(RECORDS_MAX if self._fd >= 0 else 0):
             try:
                 record = os.read(self._fd, RECORD_SIZE_BYTES_MAX)
             except BrokenPipeError:
-                continue  # overwritten before it was read: continue with the oldest that is left
+                continue  # overwritten before it was read: continue with the oldest line that is left
             except OSError:
                 return
             if not record:
@@ -77,11 +77,12 @@ class KernelLog:
 
 
 class BuiltIn:
-    """The checks that every node has.
+    """The health checks that every node has: free space, and the kernel log.
 
     Args:
         directories: the directories that need free space.
-        log: the kernel log. A report of broken hardware in it counts from then on.
+        log: the kernel log. Once the log reports broken hardware, the node counts as sick until the agent ends.
+        shm: the directory of shared memory, which needs free space.
     """
 
     name, period_s = "health", CHECK_S
@@ -115,11 +116,11 @@ def _is_full(directory: Path, least_bytes: int) -> bool:
 
 
 class HealthCommand:
-    """``--health CMD``: any exit code but 0 means that the node is sick.
+    """The user's health check ``--health CMD``. An exit code other than 0 means that the node is sick.
 
     Args:
-        command: split as a shell does, run without a shell.
-        period_s: time between two runs; the first one is at the start.
+        command: the command line. It is split as a shell does, and is run without a shell.
+        period_s: seconds between two runs. The first run is at the start.
     """
 
     name = "health command"
@@ -129,9 +130,10 @@ class HealthCommand:
         self.period_s = period_s
 
     async def look(self) -> list[Foreseen]:
-        """Run the command, and return a notice if it fails.
+        """Run the command, and return a notice if its exit code is not 0.
 
-        A command that cannot be started, or does not end, raises.
+        Raises:
+            OSError, ProtocolError: the command cannot be started, takes too long, or is ended by a signal.
         """
         code, _ = await output_of(self._words)
         if code == 0:

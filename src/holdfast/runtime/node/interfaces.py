@@ -1,8 +1,8 @@
-"""The network interface on which the workers' own communication listens.
+"""The network interface at which gloo and NCCL listen in the workers.
 
-Neither gloo nor NCCL checks the peer of a connection. So on one host both stay on loopback, and with several hosts on
-the network of the agents. By default, gloo would take the address of the host's name, and NCCL any interface that is
-up.
+Neither gloo nor NCCL checks the peer of a connection. So both are bound to loopback in a job of one host, and to the
+network of the agents in a job of several hosts. By default, gloo would take the address of the host's name, and NCCL
+any interface that is up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.runtime.node.run_settings import RunSettings
 GLOO, NCCL, NCCL_FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 LOOPBACK = "127.0.0.1"
 SIOCGIFCONF = 0x8912
-"""The request that lists every IPv4 address with its interface; SIOCGIFADDR gives only the first of each interface."""
+"""The ioctl that lists every IPv4 address with its interface. SIOCGIFADDR gives only the first address of each."""
 CONF = struct.Struct("iP")  # size in bytes of the list, and its address
 ENTRY_SIZE_BYTES, NAME_SIZE_BYTES = 40, 16
 ADDRESS = slice(NAME_SIZE_BYTES + 4, NAME_SIZE_BYTES + 8)
@@ -31,7 +31,7 @@ ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def with_interfaces(settings: RunSettings) -> RunSettings:
-    """Return ``settings`` with the interface of gloo and NCCL in the workers' environment, if the user names none."""
+    """Return ``settings`` whose worker environment names the interface for gloo and NCCL, unless the user names one."""
     name = interface_of(settings.bind if settings.several else LOOPBACK)
     # NCCL takes a name as a prefix (eth1 matches eth10), unless an equals sign precedes it.
     ours = {GLOO: name, NCCL: f"={name}"} if name else {}
@@ -42,7 +42,7 @@ def with_interfaces(settings: RunSettings) -> RunSettings:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has this address; empty if none has it."""
+    """Return the name of the network interface that has IP address ``address``; empty if none has it."""
     wanted = ipaddress.ip_address(address).packed
     if len(wanted) == 16:
         return _interface_of(wanted)
@@ -61,7 +61,7 @@ def interface_of(address: str) -> str:
 
 
 def _interface_of(wanted: bytes) -> str:
-    """Return the interface of a 16-byte IPv6 address; empty if none has it. A kernel without IPv6 has no such file."""
+    """Return the interface that has a 16-byte IPv6 address; empty if none has it or the kernel has no IPv6."""
     try:
         lines = ADDRESSES.read_text().splitlines()
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""Notices of the end of this node, read from its Kubernetes objects Node and Pod. Pure code.
+"""Notices of the end of this node, derived from its Kubernetes objects Node and Pod. Pure code.
 
-Theory. The API server gives the whole object at each change, so a notice is a function of the newest object, and it is
+Theory. The API server sends the whole object at each change. So a notice is a function of the newest object, and it is
 withdrawn when its cause is gone from the object. Only the deletion of the pod has a deadline: its timestamp is the end
-of the grace period. A cause in the Node has no deadline. It ends the pod by a deletion, which comes later and has a
-deadline. So a job without a spare node does not save and leave before it has to.
+of the grace period. A cause in the Node has no deadline. It leads to a later deletion of the pod, and that deletion has
+a deadline. So a job without a spare node does not save and leave before it has to.
 
 A condition of the node is a finding about its health (docs/design/0036-leaving.md): the ranks move if another node has
-room. The tables below are those of docs/design/0045-kubernetes-watch.md.
+room. The taints and conditions here are those of docs/design/0045-kubernetes-watch.md.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class _PodObject(msgspec.Struct):
 
 
 def node_notices(node: Mapping[str, Any], pod: Mapping[str, Any] | None = None) -> list[Foreseen]:
-    """Return the notices in a Node.
+    """Return the notices in a Node object.
 
     Args:
-        node: the object, as JSON.
-        pod: the Pod of this process, whose tolerations count. None: it cannot be read. It is then taken to tolerate
+        node: the Node of this process, as decoded JSON.
+        pod: the Pod of this process, whose tolerations count. None: the Pod cannot be read, and is assumed to tolerate
             every taint, because Kubernetes has not removed it.
 
     Raises:
@@ -125,10 +125,10 @@ def node_notices(node: Mapping[str, Any], pod: Mapping[str, Any] | None = None) 
 
 
 def pod_notices(pod: Mapping[str, Any], now: float) -> list[Foreseen]:
-    """Return the notices in the Pod of this process.
+    """Return the notices in the Pod object of this process.
 
     Args:
-        pod: the object, as JSON.
+        pod: the Pod, as decoded JSON.
         now: Unix time in seconds.
 
     Raises:
@@ -145,10 +145,10 @@ def pod_notices(pod: Mapping[str, Any], now: float) -> list[Foreseen]:
 
 
 def news(found: Sequence[Foreseen], known: set[str]) -> list[Foreseen]:
-    """Return the notices of ``found`` that are not in ``known``.
+    """Return the notices of ``found`` whose source is not in ``known``.
 
-    ``known`` holds the findings about health that are as old as the pod. The pod was placed on the node in spite of
-    them, so the next pod would come to the same node. A finding that is over is removed from ``known``.
+    ``known`` contains the health findings that existed when the pod started. The pod was placed on the node in spite of
+    them, so its successor would be placed there again. A finding that is over is removed from ``known``.
     """
     known &= {one.source for one in found}
     return [one for one in found if one.source not in known]

@@ -1,9 +1,9 @@
-"""The status of a node on Kubernetes: annotations of the node's pod, and the status endpoint of a Kubeflow TrainJob.
+"""The report of a node's status to Kubernetes: annotations of its pod, and the status endpoint of a Kubeflow TrainJob.
 
 Theory. Each agent annotates its own pod. So an agent needs no rights for another pod, a spare pod also has a state, and
-the controller may run on any node. The status of a TrainJob is one value of the whole job: the node with rank 0 sends
-it. Both are sent when the state changes, and otherwise every 30 s if the step has changed. After a refusal nothing more
-is sent to that place. A failure is logged once for each reason. Training never waits for a send.
+the controller may run on any node. The status of a TrainJob is one value of the whole job, which the node with rank 0
+sends. Both are sent when the state changes, and otherwise every 30 s if the step has changed. After a refusal nothing
+more is sent to that target. A failure is logged once for each reason. Training never waits for a send.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ TRAINJOB = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT", "K
 """Variables of Kubeflow Trainer: the address of the endpoint, and the paths of a certificate and a token."""
 TRAINJOB_OFF = "HOLDFAST_TRAINJOB_STATUS"
 LOOK_S, AGAIN_S = 1.0, 30.0
-CONNECT_S, ANSWER_S = 2.0, 3.0  # the end of the agent may wait for one send
+CONNECT_S, ANSWER_S = 2.0, 3.0  # an agent that ends may wait for one send
 NOT_FOUND, INVALID = 404, 422
 REFUSALS = frozenset({FORBIDDEN, NOT_FOUND, INVALID})
 
 
 class StatusPlace(Protocol):
-    """A place to which the status is sent. ``gap_s``: the shortest time between two sends.
+    """A target to which the status of a node is sent. ``gap_s``: the shortest time between two sends, in seconds.
 
-    ``send`` blocks for seconds at most. It raises any error of its client.
+    ``send`` blocks for a few seconds at most. It raises any error of its client.
     """
 
     name: str
     gap_s: float
 
     def wants(self, status: NodeStatus) -> bool:
-        """Return True if this node has to send its status to this place."""
+        """Return True if this node has to send its status to this target."""
         ...
 
     def send(self, status: NodeStatus) -> None:
@@ -57,7 +57,7 @@ class StatusPlace(Protocol):
 
 
 class PodAnnotations:
-    """The annotations ``holdfast.io/step`` and ``holdfast.io/state`` of the pod of this process."""
+    """The target for annotations: ``holdfast.io/step`` and ``holdfast.io/state`` of the pod of this process."""
 
     gap_s = LOOK_S
 
@@ -68,11 +68,14 @@ class PodAnnotations:
         self._api: Any = None
 
     def wants(self, status: NodeStatus) -> bool:
-        """Return True: each pod annotates itself."""
+        """Return True always, because each pod annotates itself."""
         return True
 
     def send(self, status: NodeStatus) -> None:
-        """Patch the pod. After an error the next call reads the token again."""
+        """Write the status into the pod's annotations.
+
+        After an error, the next call reads the service account's token again.
+        """
         api = self._api if self._api is not None else open_api(self._place, self._environment)
         self._api = None
         body = {"metadata": {"annotations": {STEP: str(status.step), STATE: status.state}}}
@@ -99,7 +102,7 @@ class TrainJobEndpoint:
         return status.first and status.step > 0
 
     def send(self, status: NodeStatus) -> None:
-        """Post the status. The token is read each time, because it is replaced."""
+        """Send the status to the endpoint. The token is read from its file each time, because the file changes."""
         metrics = [
             {"name": "holdfast_step", "value": str(status.step)},
             {"name": "holdfast_state", "value": status.state},
@@ -119,7 +122,7 @@ class TrainJobEndpoint:
 
 
 class _Sent:
-    """The sends to one place: the last status that arrived, the time of the last try and its failure."""
+    """The sends to one target: the last status that arrived, the time of the last try and its failure."""
 
     def __init__(self, place: StatusPlace) -> None:
         self.place = place
@@ -137,10 +140,10 @@ class _Sent:
 
 
 class StatusPublisher:
-    """The sender of this node's status to its places.
+    """The sender of this node's status to its targets.
 
     Args:
-        places: the places to send to; empty: nothing is done.
+        places: the targets; if empty, nothing is sent.
         read: returns the present status.
         journal: the event log of this node.
     """
@@ -160,24 +163,27 @@ class StatusPublisher:
         read: Callable[[], NodeStatus],
         journal: EventSink,
     ) -> Self:
-        """Return the publisher of this process; without places, unless ``--notices`` asks Kubernetes in a pod."""
+        """Return the publisher of this process.
+
+        It has targets only in a pod, and only if ``--notices`` is ``auto`` or names ``kubernetes``.
+        """
         return cls(status_places(notices, environment), read, journal)
 
     async def watch(self) -> None:
-        """Send the status to each place whenever it is due, until cancelled."""
+        """Send the status to each target whenever it is due, until cancelled."""
         while self._sent:
             await self.turn(self._read())
             await asyncio.sleep(LOOK_S)
 
     async def end(self) -> None:
-        """Send the state ``ended`` to each place at which an earlier status has arrived."""
+        """Send the state ``ended`` to each target at which an earlier status has arrived."""
         ended = self._read()._replace(state="ended")
         await asyncio.gather(
             *(self._send(one, ended) for one in self._sent if one.status and not one.failure)
         )
 
     async def turn(self, status: NodeStatus) -> None:
-        """Send ``status`` to each place for which it is due."""
+        """Send ``status`` to each target for which it is due now."""
         now_s = time.monotonic()
         await asyncio.gather(*(self._send(one, status) for one in self._sent if one.is_due(status, now_s)))
 
@@ -199,7 +205,7 @@ class StatusPublisher:
 
 
 def status_places(notices: str, environment: Mapping[str, str]) -> list[StatusPlace]:
-    """Return the places of this process: its pod, and a TrainJob that offers an endpoint."""
+    """Return the targets of this process: its pod, and its TrainJob if that offers an endpoint."""
     place = PodPlace.of(environment)
     if place is None or not {"auto", "kubernetes"} & {word.strip() for word in notices.split(",")}:
         return []

@@ -1,13 +1,14 @@
 """Watches of this node's Node and Pod through the API of Kubernetes, and the two notice sources that use them.
 
 Theory. Each of the two objects is listed once, then watched from the version of the list. A stream that ends is opened
-again at the last version that it has shown, at most every second. If the server no longer has that version (410), the
-object is listed again. After an error the pause doubles up to a minute. A refused token (401) is read again from its
-file, which the kubelet replaces. A missing permission (403) ends the watch. If only streams fail, the list is repeated
-at these pauses. If the list fails twice in a row, the source fails; the object that was last seen stays valid.
+again at the last version that it has shown, at most once a second. If the server no longer has that version (410), the
+object is listed again. After an error the pause doubles, up to a minute. If the token is refused (401), it is read
+again from its file, which the kubelet replaces. A missing permission (403) ends the watch. If only streams fail, the
+object is listed again after these pauses. If the list fails twice in a row, the source fails, and the object that was
+last seen stays valid.
 
-A watch blocks in the official client, so each watch has one thread. The thread is a daemon, so that the end of
-the process does not wait for the server.
+A watch blocks in the official client, so each watch has one thread. The thread is a daemon, so that the end of the
+process does not wait for the server.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from holdfast.runtime.node.notice_forms import Foreseen
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 ACCOUNT_VARIABLE = "HOLDFAST_SERVICE_ACCOUNT"
 DOWNWARD = {"NODE_NAME": "spec.nodeName", "POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace"}
-"""Variables that the manifests of ``holdfast submit k8s`` set through the downward API, with the fields of the pod."""
+"""Variables that the manifests of ``holdfast submit k8s`` set from fields of the pod, through the downward API."""
 SERVER = ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
 INSTALL = "pip install 'holdfast[kubernetes]' in the image"
 CONNECT_S, ANSWER_S = 5.0, 10.0
@@ -43,7 +44,7 @@ Watched = Literal["node", "pod"]
 
 
 class PodPlace(NamedTuple):
-    """The place of this process in a cluster: names, and the directory with the token of its service account."""
+    """The place of this process in a cluster: names, and the directory with the token of the pod's service account."""
 
     node: str
     pod: str
@@ -52,7 +53,7 @@ class PodPlace(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
-        """Return the place that the environment describes; None outside of a pod, or without a token."""
+        """Return the place that ``environment`` describes. Return None outside of a pod, or if there is no token."""
         if missing_in(environment):
             return None
         node, pod, namespace = (environment[name] for name in DOWNWARD)
@@ -64,7 +65,7 @@ def _account(environment: Mapping[str, str]) -> Path:
 
 
 def missing_in(environment: Mapping[str, str]) -> str:
-    """Return the things that this process needs to ask the API server and does not have, in words; empty: none."""
+    """Return what this process lacks to send requests to the API server, in words; empty: it lacks nothing."""
     for name in (*SERVER, *DOWNWARD):
         if not environment.get(name):
             return f"the variable {name} is not set"
@@ -73,7 +74,7 @@ def missing_in(environment: Mapping[str, str]) -> str:
 
 
 def require(environment: Mapping[str, str]) -> None:
-    """Refuse ``--notices kubernetes`` where it cannot work.
+    """Raise an error if ``--notices kubernetes`` cannot work in this process.
 
     Raises:
         UsageError: this is no pod with a token and names, or the client is not installed.
@@ -88,12 +89,12 @@ def require(environment: Mapping[str, str]) -> None:
 
 
 def is_installed() -> bool:
-    """Return True if the official client can be imported."""
+    """Return True if the official Kubernetes client can be imported."""
     return importlib.util.find_spec("kubernetes") is not None
 
 
 def open_api(place: PodPlace, environment: Mapping[str, str]) -> Any:
-    """Return the client (``CoreV1Api``), with the token that the file has now. The import takes a second.
+    """Return the Kubernetes client (``CoreV1Api``), with the token that is in its file now. The import takes a second.
 
     Raises:
         ProtocolError: the client is not installed, or the files of the service account are missing or empty.
@@ -107,7 +108,7 @@ def open_api(place: PodPlace, environment: Mapping[str, str]) -> Any:
     except ImportError as error:
         raise ProtocolError(f"the Kubernetes client cannot be imported: {error}") from error
     configuration = client.Configuration()
-    configuration.retries = False  # the pauses are those of the watch
+    configuration.retries = False  # the watch itself repeats, with its own pauses
     files = (str(place.account / "token"), str(place.account / "ca.crt"))
     try:
         InClusterConfigLoader(*files, environ=environment).load_and_set(configuration)
@@ -117,8 +118,10 @@ def open_api(place: PodPlace, environment: Mapping[str, str]) -> Any:
 
 
 class ApiFailure(NamedTuple):
-    """An error of a request. ``status``: the status of the answer; 0: no answer came. ``text``: the cause in words,
-    equal for all errors of one cause.
+    """An error of a request to the API server.
+
+    ``status``: the HTTP status of the answer; 0: no answer came. ``text``: the cause in words, equal for all errors of
+    one cause.
     """
 
     status: int
@@ -126,13 +129,13 @@ class ApiFailure(NamedTuple):
 
 
 def failure_of(error: Exception) -> ApiFailure:
-    """Return the failure that an exception of the client stands for."""
+    """Convert an exception of the Kubernetes client to an ``ApiFailure``."""
     if isinstance(error, ProtocolError):
         return ApiFailure(0, error.message)
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
-    # The client fails on the error that it makes of a TLS error, because that one has no body.
+    # After a TLS error the client raises while it handles its own ApiException, because that exception has no body.
     cause = error.__context__ if isinstance(error.__context__, ApiException) else error
     if isinstance(cause, ApiException):
         status, reason = int(cause.status or 0), (str(cause.reason).splitlines() or [""])[0]
@@ -143,8 +146,10 @@ def failure_of(error: Exception) -> ApiFailure:
 
 
 class Sight(NamedTuple):
-    """The result of a watch so far. ``raw``: the newest object, as JSON; None: not seen yet. ``gone``: the object was
-    deleted. ``failure``: why the watch fails; empty: it does not fail.
+    """The result of a watch so far.
+
+    ``raw``: the newest object, as decoded JSON; None: not seen yet. ``gone``: the object was deleted. ``failure``: why
+    the watch fails; empty: it does not fail.
     """
 
     raw: dict[str, Any] | None = None
@@ -153,11 +158,11 @@ class Sight(NamedTuple):
 
 
 class ObjectWatch:
-    """The watch of one object, in a thread that starts with the first look.
+    """The watch of one Kubernetes object, in a thread that starts at the first ``look``.
 
     Args:
-        kind: the object to watch.
-        place: the place of this process.
+        kind: the object to watch: the Node or the Pod of this process.
+        place: the place of this process in the cluster.
         environment: the environment of this process, which has the address of the API server.
     """
 
@@ -180,7 +185,7 @@ class ObjectWatch:
 
     @property
     def what(self) -> str:
-        """The object in words."""
+        """The watched object in words, such as ``pod NAMESPACE/NAME``."""
         place = self._place
         return f"node {place.node}" if self._kind == "node" else f"pod {place.namespace}/{place.pod}"
 
@@ -199,21 +204,21 @@ class ObjectWatch:
             time.sleep(pause_s * random.uniform(0.5, 1.0))
 
     def _once(self) -> None:
-        """Follow one stream to its end; before it, list the object if no version is known."""
+        """Follow one stream of changes to its end. If no version of the object is known, list the object first."""
         if self._api is None:
             self._api = open_api(self._place, self._environment)
         if not self._version:
             self._list()
         for event in self._stream():
             self._failed = 0
-            # Also that of a bookmark, which older clients do not keep.
+            # Also the version of a bookmark event, which older clients do not keep.
             self._version = str(event["raw_object"]["metadata"]["resourceVersion"])
             if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
                 self._saw(event["raw_object"], deleted=event["type"] == "DELETED")
 
     def _failed_with(self, failure: ApiFailure) -> float:
-        """Note a failure, and return the pause after it in seconds."""
-        if failure.status == GONE:  # no failure, but the end of the known version
+        """Record a failure, and return the pause after it in seconds."""
+        if failure.status == GONE:  # no failure: the server no longer has the version
             self._version = ""
             return PAUSE_S
         if failure.status == UNAUTHORIZED:
@@ -255,10 +260,10 @@ class ObjectWatch:
         )  # fmt: skip
 
     def _saw(self, raw: dict[str, Any], *, deleted: bool) -> None:
-        """Keep the newest object.
+        """Keep ``raw`` as the newest object.
 
-        If a pod with another uid has the name now, the pod of this process is gone. A node with another uid is this
-        host, which was registered again.
+        If a pod with another uid now has the name of this process's pod, the pod of this process is gone. A node with
+        another uid is still this host, registered again.
         """
         before, is_pod = self._sight, self._kind == "pod"
         if is_pod and before.raw is not None and _uid(before.raw) != _uid(raw):
@@ -268,7 +273,7 @@ class ObjectWatch:
 
 
 class KubernetesNode:
-    """Notices in the Node of this process: taints, a cordon, its deletion; its conditions as findings about health."""
+    """The source of notices in the Node of this process: taints, a cordon, its deletion, and bad conditions."""
 
     name, period_s = "kubernetes node", 1.0
 
@@ -278,7 +283,7 @@ class KubernetesNode:
         self._known: set[str] | None = None
 
     async def look(self) -> list[Foreseen]:
-        """Return the notices in the newest Node (see ``NoticeSource``)."""
+        """Return the notices in the newest Node object (see ``NoticeSource``)."""
         node, pod = self._node.look(), self._pod.look()
         _raise(node)
         if node.raw is None or not (pod.raw or pod.failure):
@@ -292,7 +297,7 @@ class KubernetesNode:
 
 
 class KubernetesPod:
-    """Notices in the Pod of this process: its deletion, with the end of the grace period, and its disruption."""
+    """The source of notices in the Pod of this process: its deletion, with a deadline, and its disruption."""
 
     name, period_s = "kubernetes pod", 1.0
 
@@ -300,7 +305,7 @@ class KubernetesPod:
         self._pod = pod
 
     async def look(self) -> list[Foreseen]:
-        """Return the notices in the newest Pod (see ``NoticeSource``)."""
+        """Return the notices in the newest Pod object (see ``NoticeSource``)."""
         pod = self._pod.look()
         _raise(pod)
         if pod.gone:
@@ -309,7 +314,10 @@ class KubernetesPod:
 
 
 def kubernetes_sources(environment: Mapping[str, str]) -> list[KubernetesNode | KubernetesPod]:
-    """Return the two sources of a pod, which share one watch of the pod; none elsewhere."""
+    """Return the sources for the Node and the Pod of this process; none outside of a pod.
+
+    Both sources share one watch of the Pod.
+    """
     place = PodPlace.of(environment)
     if place is None:
         return []

@@ -1,7 +1,8 @@
-"""Stdout and stderr of a worker: each line is in the log at once, and a full disk does not stop the training.
+"""Stdout and stderr of a worker: each line reaches the log at once, and a full disk does not stop the training.
 
-By default, Python buffers eight KiB of output to a file: the log of a slow script would be empty, and the last lines of
-a killed one would be lost. A line that cannot be written to the log is dropped: it is no reason to lose a job.
+By default, Python buffers 8 KiB of output to a file. With this buffer the log of a slow script would stay empty, and
+the last lines of a killed script would be lost. A line that cannot be written to the log is dropped, because a job must
+not fail for it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from holdfast.errors import NO_ROOM
 
 
 class _Log(io.FileIO):
-    """A file descriptor that drops output for which there is no room."""
+    """A file descriptor for output that is dropped if the disk has no room."""
 
     def write(self, data: Any) -> int:
-        """Write ``data``, and return its whole length even without room. Raises: OSError, except for a lack of room."""
+        """Write ``data``, and return its length even if the disk has no room.
+
+        Raises: OSError, except for a lack of room.
+        """
         left = memoryview(data).cast("B")
         try:
             while left:

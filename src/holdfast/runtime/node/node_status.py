@@ -16,9 +16,9 @@ _OVER = frozenset({Phase.FINISHED, Phase.LEFT, Phase.AFTER})
 class NodeStatus(NamedTuple):
     """The state of a node.
 
-    ``state``: ``waiting`` (no rank is here), ``starting``, ``training``, ``recovering``, ``leaving`` (a notice is in
-    force), ``finished`` or ``ended``. ``step``: the newest that a rank of this node has committed. ``first``: rank 0 is
-    here.
+    ``state``: ``waiting`` (no rank is on the node), ``starting``, ``training``, ``recovering``, ``leaving`` (a notice
+    is in force), ``finished`` or ``ended``. ``step``: the newest step that a rank of the node has committed. ``first``:
+    True if rank 0 is on the node.
     """
 
     state: str
@@ -27,7 +27,7 @@ class NodeStatus(NamedTuple):
 
 
 def node_status(run: RunDir, *, leaving: bool) -> NodeStatus:
-    """Return the state of this node. ``leaving``: a notice that it will leave is in force."""
+    """Return the state of this node. ``leaving`` is True while a notice that the node will leave is in force."""
     newest: dict[int, tuple[int, Phase, bool]] = {}  # by rank: member, phase, fenced
     for page in each_page(run.pages_link, PAGE):
         member, rank = page[Word.MEMBER], page[Word.RANK]

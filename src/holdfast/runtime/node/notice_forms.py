@@ -1,8 +1,8 @@
 """The parsers of the answers of notice sources: clouds, Slurm, a file or a command of the user. Pure code.
 
-Theory. A notice announces that a node will leave. Each source has its own form of answers and of times. All are
-converted to two values: whether the node leaves, and by when. An answer in an unknown form is an error of the source,
-and neither a notice nor its withdrawal. ``now`` is Unix time.
+Theory. A notice announces that a node will leave. Each source has its own form of answers and of times. Each answer is
+converted to two values: whether the node leaves, and by when. An answer in an unknown form is an error of the source.
+It is neither a notice nor the withdrawal of one. ``now`` is Unix time in seconds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from holdfast.errors import ProtocolError
 GCP_LEAD_S, GCP_MAINTENANCE_LEAD_S = 30.0, 60.0
 SLURM_END = "Slurm: end of the time"
 AZURE_LEAVES = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-"""Kinds of scheduled events that take the machine away; ``Freeze`` is over after seconds."""
+"""Kinds of scheduled events that end or restart the machine. The kind ``Freeze`` only pauses it for seconds."""
 _SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*s?")
 _EPOCH_S_LEAST = 1e9
 
 
 class Foreseen(msgspec.Struct, frozen=True):
-    """One notice that a source has now. ``left_s``: the time until the node leaves; NO_DEADLINE: not known."""
+    """One notice that is valid now. ``left_s``: seconds until the node leaves; NO_DEADLINE: not known.
+
+    ``source`` names the source and the cause. ``whole_job``: True if the whole job ends, and not only this node.
+    """
 
     source: str
     left_s: float = NO_DEADLINE
@@ -57,7 +60,7 @@ def _left_s(then: datetime, now: float) -> float:
 
 
 def aws_action(body: bytes, now: float) -> Foreseen:
-    """Return the notice in ``spot/instance-action``, which exists only if the instance will be taken away.
+    """Return the notice in the answer ``spot/instance-action``, which exists only if AWS will take the instance away.
 
     Raises:
         ProtocolError: the answer has another form.
@@ -67,7 +70,7 @@ def aws_action(body: bytes, now: float) -> Foreseen:
 
 
 def gcp_preempted(body: bytes) -> Foreseen | None:
-    """Return the notice for ``instance/preempted``, which is TRUE 30 s before the end; None for FALSE.
+    """Return the notice in the answer ``instance/preempted``, which is TRUE 30 s before the end; None for FALSE.
 
     Raises:
         ProtocolError: the answer has another form.
@@ -79,7 +82,7 @@ def gcp_preempted(body: bytes) -> Foreseen | None:
 
 
 def gcp_maintenance(body: bytes) -> Foreseen | None:
-    """Return the notice for ``instance/maintenance-event`` if it ends the instance; None for a live migration."""
+    """Return the notice in the answer ``instance/maintenance-event``; None for a live migration."""
     word = body.strip()
     if word == b"TERMINATE_ON_HOST_MAINTENANCE":
         return Foreseen("GCP: host maintenance", GCP_MAINTENANCE_LEAD_S)
@@ -87,7 +90,7 @@ def gcp_maintenance(body: bytes) -> Foreseen | None:
 
 
 def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
-    """Return the notices for scheduled events that take the machine ``name`` away, without those of other machines.
+    """Return the notices of the scheduled events that end or restart the machine ``name``.
 
     Raises:
         ProtocolError: the answer has another form.
@@ -107,7 +110,7 @@ def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
 
 
 def slurm_end(variable: str, now: float) -> Foreseen | None:
-    """Return the notice for ``SLURM_JOB_END_TIME`` (Unix time); None for 0 or empty (no limit).
+    """Return the notice in the variable ``SLURM_JOB_END_TIME`` (Unix time); None for 0 or empty (no limit).
 
     Raises:
         ProtocolError: the value has another form.
@@ -120,9 +123,9 @@ def slurm_end(variable: str, now: float) -> Foreseen | None:
 
 
 def slurm_job(line: str, now: float) -> Foreseen | None:
-    """Return the notice in a line of ``scontrol --oneliner show job``: the end of its time; None: it has no limit.
+    """Return the notice of a job's end in a line of ``scontrol --oneliner show job``; None: the job has no time limit.
 
-    Its times are in the time zone of this process.
+    The times in the line are in the time zone of this process.
 
     Raises:
         ProtocolError: the line has no end of a job.
@@ -142,7 +145,7 @@ def slurm_job(line: str, now: float) -> Foreseen | None:
 
 
 def slurm_node(line: str) -> Foreseen | None:
-    """Return the notice in a line of ``scontrol --oneliner show node``: the node is drained; otherwise None.
+    """Return the notice in a line of ``scontrol --oneliner show node`` if the node is drained; otherwise None.
 
     Raises:
         ProtocolError: the line has no state of a node.
@@ -158,13 +161,17 @@ def slurm_node(line: str) -> Foreseen | None:
 
 
 def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
-    """Return the notice in the answer of a user's file or command: "leave" or empty, seconds, or a date and time.
+    """Return the notice in the text of a user's file or command.
 
     Args:
-        said_at: the Unix time from which the seconds count.
+        text: "leave" or empty: there is no deadline. Otherwise the deadline: seconds from ``said_at``, a Unix time, or
+            a date and time (by default in UTC).
+        source: names the file or command.
+        now: the Unix time of the read.
+        said_at: the Unix time from which the seconds in ``text`` count.
 
     Raises:
-        ProtocolError: the answer has another form.
+        ProtocolError: the text has another form.
     """
     word = text.strip().split("\n", 1)[0].strip()
     if not word or word.lower() == "leave":

@@ -1,4 +1,4 @@
-"""Sources of notices that a node will leave, each asked periodically: those of ``--notices``, and the node's health.
+"""Sources of notices that a node will leave, each asked periodically. ``--notices`` names the sources.
 
 Theory. If a source cannot be asked, its last answer stays valid. Each source has its own period, which is a small
 fraction of the warning time that it gives.
@@ -43,7 +43,7 @@ WAYS = f"a comma-separated list of {', '.join(KINDS)}; aws, gcp and azure take =
 
 
 class NoticeSource(Protocol):
-    """A source of notices. ``look`` returns its current notices.
+    """A source of notices, which the agent asks every ``period_s`` seconds.
 
     Raises (``look``):
         OSError, ProtocolError: the source cannot be asked, or its answer is not understood.
@@ -53,7 +53,7 @@ class NoticeSource(Protocol):
     period_s: float
 
     async def look(self) -> list[Foreseen]:
-        """Ask the source, and return its current notices."""
+        """Ask the source, and return the notices that are valid now."""
 
 
 def _request(base: str, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
@@ -72,7 +72,7 @@ def _request(base: str, method: str, path: str, headers: Mapping[str, str]) -> t
 
 
 async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "GET") -> bytes | None:
-    """Return the body at a metadata address; None: there is nothing (404).
+    """Return the body of the answer to a request for metadata; None: the path does not exist (404).
 
     Raises:
         OSError: the server does not answer.
@@ -87,7 +87,7 @@ async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "G
 
 
 class Aws:
-    """Notices for spot instances of EC2, with a warning time of two minutes (session tokens, IMDSv2)."""
+    """The source for spot instances of EC2, with a warning time of two minutes. It uses session tokens (IMDSv2)."""
 
     name, period_s = "aws", 5.0
 
@@ -96,7 +96,7 @@ class Aws:
         self._token, self._since_s = "", 0.0
 
     async def look(self) -> list[Foreseen]:
-        """Return the notice in the instance metadata, if there is one."""
+        """Return the notice in the instance metadata; empty without one."""
         if not self._token or time.monotonic() - self._since_s > AWS_TOKEN_AGAIN_S:
             ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_S)}
             token = await ask(self._base, "/latest/api/token", ttl, "PUT")
@@ -111,7 +111,10 @@ class Aws:
 
 
 class Gcp:
-    """Notices for spot and preemptible machines of Google Cloud (30 s of warning), and for terminating maintenance."""
+    """The source for spot and preemptible machines of Google Cloud, and for maintenance that ends a machine.
+
+    The warning time is 30 s, or 60 s before maintenance.
+    """
 
     name, period_s = "gcp", 2.0
 
@@ -120,7 +123,10 @@ class Gcp:
         self._since: dict[str, float] = {}
 
     async def look(self) -> list[Foreseen]:
-        """Return the notices in the instance metadata. The warning time counts from the first sight of a notice."""
+        """Return the notices in the instance metadata.
+
+        The warning time of a notice counts from its first appearance.
+        """
         preempted = await ask(self._base, "/preempted", GOOGLE)
         maintenance = await ask(self._base, "/maintenance-event", GOOGLE)
         found = [
@@ -139,7 +145,7 @@ class Gcp:
 
 
 class Azure:
-    """Notices from the scheduled events of Azure: 30 s of warning for a spot machine, minutes for others."""
+    """The source for scheduled events of Azure: 30 s of warning for a spot machine, minutes for other machines."""
 
     name, period_s = "azure", 2.0
 
@@ -157,10 +163,10 @@ class Azure:
 
 
 class SlurmEnd:
-    """Notices for the end of a Slurm job's time. It asks slurmctld only twice a minute.
+    """The source for the end of a Slurm job's time limit. It asks slurmctld only twice a minute.
 
-    Slurm's answer has precedence over ``SLURM_JOB_END_TIME``: not every version sets this variable, and a time limit
-    may be extended.
+    The answer of slurmctld has precedence over ``SLURM_JOB_END_TIME``: not every version of Slurm sets this variable,
+    and a time limit may be extended.
     """
 
     name, period_s = "slurm: end of the time", 30.0
@@ -169,12 +175,12 @@ class SlurmEnd:
         self._job = environment.get("SLURM_JOB_ID", "")
         if task := environment.get(
             "SLURM_ARRAY_TASK_ID"
-        ):  # one task's number is also that of the whole array
+        ):  # SLURM_JOB_ID of one task is also the id of the whole array
             self._job = f"{environment.get('SLURM_ARRAY_JOB_ID', '')}_{task}"
         self._end = environment.get("SLURM_JOB_END_TIME", "")
 
     async def look(self) -> list[Foreseen]:
-        """Return the notice for the job's end time; empty without a limit."""
+        """Return the notice for the job's end time; empty without a time limit."""
         if self._job:
             try:
                 said = await scontrol("job", self._job)
@@ -189,7 +195,7 @@ class SlurmEnd:
 
 
 class Slurm:
-    """Notices for a node that Slurm drains. It asks slurmctld only twice a minute."""
+    """The source for a node that Slurm drains. It asks slurmctld only twice a minute."""
 
     name, period_s = "slurm", 30.0
 
@@ -197,7 +203,7 @@ class Slurm:
         self._node = environment.get("SLURMD_NODENAME", "")
 
     async def look(self) -> list[Foreseen]:
-        """Return the notice for the node's state, which is asked from Slurm."""
+        """Return the notice if Slurm drains this node; otherwise empty."""
         if not self._node:
             return []
         node = slurm_node(await scontrol("node", self._node))
@@ -205,7 +211,7 @@ class Slurm:
 
 
 async def scontrol(kind: str, name: str) -> str:
-    """Return the line that ``scontrol show`` prints about a job or a node, with its times in the standard form.
+    """Return the line that ``scontrol show`` prints about a job or a node, with times in Slurm's standard form.
 
     Raises:
         OSError: there is no scontrol.
@@ -219,7 +225,10 @@ async def scontrol(kind: str, name: str) -> str:
 
 
 class File:
-    """Notices from a file of the user, which exists while the node is to leave; see ``users_word`` for its content."""
+    """The source for a file of the user, which exists while the node is to leave.
+
+    ``users_word`` describes its content.
+    """
 
     period_s = 1.0
 
@@ -228,7 +237,7 @@ class File:
         self._path = Path(path)
 
     async def look(self) -> list[Foreseen]:
-        """Return the notice in the file; empty without the file."""
+        """Return the notice in the file; empty if the file does not exist."""
         try:
             said_at = self._path.stat().st_mtime
             with self._path.open("rb") as file:
@@ -239,7 +248,10 @@ class File:
 
 
 class CommandNotices:
-    """Notices from a command of the user, which prints nothing while the node stays, or ``leave`` or a deadline."""
+    """The source for a command of the user.
+
+    The command prints nothing while the node stays. Otherwise it prints ``leave`` or a deadline.
+    """
 
     period_s = 10.0
 
@@ -262,9 +274,10 @@ async def output_of(
     timeout_s: float = COMMAND_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Run a command, and return its exit code and the beginning of its output (both streams).
+    """Run a command, and return its exit code and the beginning of its output (stdout and stderr).
 
-    A command that takes too long is killed with its children. ``environment``: None: that of this process.
+    A command that takes too long is killed with its process group. ``environment``: the variables of the command; None:
+    those of this process.
 
     Raises:
         OSError: the command cannot be started.
@@ -286,9 +299,9 @@ async def output_of(
 
 
 def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource]:
-    """Return the sources that ``--notices`` names.
+    """Return the sources that ``spec``, the value of ``--notices``, names.
 
-    ``auto`` is Slurm, if this is a Slurm job, and Kubernetes, if this is a pod with its names and a token.
+    ``auto`` means Slurm in a Slurm job, and Kubernetes in a pod that has its names and a token.
 
     Raises:
         UsageError: ``spec`` names an unknown source, or one that cannot work here.

@@ -1,4 +1,4 @@
-"""The kernel's count of kills for lack of memory, for the control group of this process."""
+"""The kernel's count of processes killed for lack of memory, in the control group of this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 def memory_events(
     cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Path | None:
-    """Return the file with the line ``oom_kill N`` of this process's control group (version 1 or 2), or None.
+    """Return the file with the line ``oom_kill N`` for this process's control group (version 1 or 2); None without one.
 
-    In a container, the reported path may be that on the host. The group at ``root`` is then the group of the container.
+    In a container, the path that the kernel reports may be the path on the host. The group at ``root`` is then the
+    group of the container.
     """
     try:
         lines = cgroups.read_text().splitlines()
@@ -31,7 +32,7 @@ class OomKills:
     """The number of processes of a control group that were killed because its memory, or the host's, ran out.
 
     Args:
-        file: the file that :func:`memory_events` has found.
+        file: the file that :func:`memory_events` has found; None: the number stays 0.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -39,7 +40,7 @@ class OomKills:
         self._seen = self._read()
 
     def rose_by(self) -> int:
-        """Return the increase since the last call."""
+        """Return the increase of the number since the last call, or since this object was made."""
         before, self._seen = self._seen, self._read()
         return max(0, self._seen - before)
 

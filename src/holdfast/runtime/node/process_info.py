@@ -1,4 +1,4 @@
-"""Functions for processes by pid: reads of ``/proc``, and kills that are safe if the pid was reused."""
+"""Functions about a process with a given pid: reads of ``/proc``, and kills that are safe if the pid was reused."""
 
 from __future__ import annotations
 
@@ -12,47 +12,50 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 END_STILL_S = 5.0
-"""The longest wait for an ending process that makes no progress: it hangs in a device or a disk."""
+"""Seconds without progress after which an exiting process is no longer waited for: it is stuck in a device or disk."""
 END_MOST_S = 60.0
 _EXITING = 0x4  # PF_EXITING of the kernel
 _TRACKER = b"from multiprocessing.resource_tracker import main"
-_ROUNDS_MAX = 5  # of looks at a group, whose members may start others in the meantime
-_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the pid is free, or that of a thread
+_ROUNDS_MAX = 5  # reads of a process group, whose members may start others in the meantime
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the pid is free, or belongs to a thread
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process with this pid exists and is no zombie."""
+    """Return True if a process with this pid exists and is not a zombie."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
 
 
 def stopped(pid: int) -> bool:
-    """Return True if a signal has stopped this process; False for a stop by a debugger."""
+    """Return True if a signal has stopped process ``pid``. Return False if a debugger has."""
     fields = _stat(pid)
     return bool(fields) and fields[0] == "T"
 
 
 def halted(pid: int) -> bool:
-    """Return True if a signal or a debugger has stopped this process."""
+    """Return True if a signal or a debugger has stopped process ``pid``."""
     fields = _stat(pid)
     return bool(fields) and fields[0] in ("T", "t")
 
 
 def start_ticks(pid: int) -> int:
-    """Return the start time of ``pid``, in clock ticks since boot; 0 if it does not exist."""
+    """Return the start time of process ``pid``, in clock ticks since boot; 0 if there is no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def age_s(pid: int) -> float:
-    """Return the seconds since the start of ``pid``; 0 if it does not exist."""
+    """Return the seconds since the start of process ``pid``; 0 if there is no such process."""
     ticks = start_ticks(pid)
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return max(0.0, since_boot_s - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
 
 
 def serves(pid: int, module: str, directory: Path) -> bool:
-    """Return True if ``pid`` was started as this module (``python -m``) for this run directory, by any path of it."""
+    """Return True if process ``pid`` was started as ``python -m module`` with the run directory ``directory``.
+
+    The command line may have any path of the directory, such as a path with links.
+    """
     words = command(pid)
     if module.encode() not in words:
         return False
@@ -61,9 +64,9 @@ def serves(pid: int, module: str, directory: Path) -> bool:
 
 
 def ending(pid: int) -> int | None:
-    """Return the exit code of a process that has begun to end, negative for a signal; None: not begun, or not readable.
+    """Return the exit code of a process that has begun to exit, negative for a signal; None if not known.
 
-    A code of 0 counts as not readable: the kernel shows 0 to processes without the permission to read the code.
+    The code 0 also gives None, because the kernel shows 0 to a process without the permission to read the code.
     """
     fields = _stat(pid)
     if not fields or not int(fields[6]) & _EXITING:
@@ -72,20 +75,20 @@ def ending(pid: int) -> int | None:
 
 
 def left_of(pid: int) -> tuple[int, int, int] | None:
-    """Return threads, resident pages and CPU ticks of a process that ends; None if it is gone.
+    """Return the threads, resident pages and CPU ticks of an exiting process; None if it is gone.
 
-    If the numbers change, the end makes progress. Device memory and page-locked memory may take many seconds.
+    If the numbers change, the exit makes progress. To free device memory or page-locked memory may take many seconds.
     """
     fields = _stat(pid)
     return (int(fields[17]), int(fields[21]), int(fields[11]) + int(fields[12])) if fields else None
 
 
 def await_end(pid: int, still_s: float, most_s: float) -> bool:
-    """Block until a process that ends is gone. Return False if it is not gone within these bounds.
+    """Block until an exiting process is gone. Return False if it is not gone within these bounds.
 
     Args:
-        still_s: the wait stops after this time without progress.
-        most_s: bound of the whole wait.
+        still_s: the wait ends after this many seconds without progress.
+        most_s: bound of the whole wait, in seconds.
     """
     fd = pidfd(pid)
     if fd < 0:
@@ -107,7 +110,7 @@ def await_end(pid: int, still_s: float, most_s: float) -> bool:
 
 
 def command(pid: int) -> list[bytes]:
-    """Return the words of the command line of ``pid``; empty if it does not exist, or is not readable."""
+    """Return the words of the command line of process ``pid``; empty if it does not exist or is not readable."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -115,9 +118,10 @@ def command(pid: int) -> list[bytes]:
 
 
 def started_with(pid: int) -> list[bytes]:
-    """Return the environment of ``pid`` at its start; for a fork, that of the process from which it was forked.
+    """Return the environment of process ``pid`` at its start, as ``NAME=VALUE`` entries.
 
-    Empty if the process does not exist, or is not readable.
+    A forked process has the entries of the process from which it was forked. The list is empty if the process does not
+    exist or is not readable.
     """
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -126,7 +130,7 @@ def started_with(pid: int) -> list[bytes]:
 
 
 def words_at(pid: int) -> tuple[int, int]:
-    """Return the start and end address of the command line in the memory of ``pid``; equal: not known."""
+    """Return the start and end address of the command line in the memory of process ``pid``; equal if not known."""
     fields = _stat(pid)
     return (int(fields[45]), int(fields[46])) if fields else (0, 0)
 
@@ -146,9 +150,9 @@ def pidfd(pid: int) -> int:
 
 
 def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
-    """SIGKILL ``pid`` if ``ours(pid)`` is true. Return True if the signal was sent.
+    """Send SIGKILL to process ``pid`` if ``ours(pid)`` is true. Return True if the signal was sent.
 
-    A pidfd is opened before the test: if the process ends and its pid is reused, the new process gets no signal.
+    A pidfd is opened before the test. So if the process ends and its pid is reused, the new process gets no signal.
     """
     fd = pidfd(pid)
     if fd < 0:
@@ -165,7 +169,7 @@ def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL the remaining processes of the group that ``pid`` leads.
+    """Send SIGKILL to the remaining processes of the process group that ``pid`` leads.
 
     Python's resource tracker in the group is spared. It ends on its own after the others, and removes the semaphores
     and the shared memory that they have left in /dev/shm.
@@ -188,9 +192,9 @@ def kill_group(pid: int) -> None:
 
 
 def stopped_children(leaders: Collection[int]) -> dict[int, int]:
-    """Return for each leader a stopped process of its process group, other than the leader, if there is one.
+    """Return, by leader, the pid of one stopped process in the leader's process group, other than the leader.
 
-    /proc is read once.
+    A leader without such a process is left out. All of /proc is read once.
     """
     found = {}
     for name in os.listdir("/proc"):
@@ -206,9 +210,9 @@ def _group(leader: int) -> list[int]:
 
 
 def _leader(pid: int) -> int:
-    """Return the group of ``pid``; 0 if there is no such process.
+    """Return the process group of ``pid``; 0 if there is no such process.
 
-    It is one system call, because each death looks at all of /proc.
+    It makes only one system call, because the handling of each death calls it for all of /proc.
     """
     try:
         return os.getpgid(pid)
@@ -217,9 +221,9 @@ def _leader(pid: int) -> int:
 
 
 def reap_others(child: int) -> None:
-    """Reap the dead children of this process except ``child``, which has its own waiter.
+    """Reap the dead children of this process except ``child``, which other code waits for.
 
-    As the first process of a container the launcher is the parent of all orphans; no other process can reap them.
+    As the first process of a container the launcher is the parent of all orphans, and no other process can reap them.
     """
     with contextlib.suppress(ChildProcessError):  # no children
         while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -229,22 +233,25 @@ def reap_others(child: int) -> None:
 
 
 def ignore_warnings() -> None:
-    """Ignore SIGUSR1 and SIGUSR2, which a scheduler sends to all processes before the time is over.
+    """Ignore SIGUSR1 and SIGUSR2, which a scheduler sends to all processes of a job before its time limit.
 
-    The launcher and the agent answer them instead. A worker gets the default action back, as under torchrun.
+    The launcher and the agent handle these signals. A worker gets the default action back, as under torchrun.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 def heed_warnings() -> None:
-    """Restore the default action of SIGUSR1 and SIGUSR2, with which a worker and its child processes start."""
+    """Restore the default action of SIGUSR1 and SIGUSR2, for a worker and its child processes."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields after the name, which may contain blanks and brackets; empty if there is no such process."""
+    """Return the fields of ``/proc/PID/stat`` after the process name; empty if there is no such process.
+
+    The name may contain blanks and brackets.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

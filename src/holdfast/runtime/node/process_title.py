@@ -1,7 +1,7 @@
 """The name that ``ps``, ``top`` and ``nvidia-smi`` show for a worker: the script and the rank.
 
-Otherwise a forked worker would be shown as the zygote, and a spawned one as a module of Holdfast. The title is written
-over the words of the command line. ``ROOM``, a last word of blanks, makes room for it.
+Otherwise these programs would show a forked worker as the zygote, and any other worker as a module of Holdfast. The
+title is written over the words of the command line in memory. ``ROOM``, a last word of blanks, reserves memory for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NAME_SIZE_MAX = 15
 
 
 def title(script: str, rank: int | None, arguments: Sequence[str] = ()) -> str:
-    """Return a title such as ``train.py [rank 1] --epochs 3``; rank None is a spare."""
+    """Return a title such as ``train.py [rank 1] --epochs 3``. The rank None means a spare."""
     place = "spare" if rank is None else f"rank {rank}"
     return " ".join([script, f"[{place}]", *arguments])
 
 
 def set_title(script: str, rank: int | None, arguments: Sequence[str] = ()) -> None:
-    """Make the system show this process as ``script`` and ``rank``."""
+    """Make the system show this process as ``script`` and ``rank``. The rank None means a spare."""
     words = os.fsencode(title(script, rank, arguments))
     start, end = words_at(os.getpid())
     size_bytes = end - start

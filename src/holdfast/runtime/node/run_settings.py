@@ -24,7 +24,7 @@ from holdfast.text import plural
 
 SETTINGS_FILE = "run.json"
 ARGUMENTS_FILE = "arguments.json"
-"""The file with the unmasked arguments of the script, if ``run.json`` has them masked."""
+"""The file with the script's unmasked arguments. It exists only if ``run.json`` has some of them masked."""
 JOIN_S = 120.0
 
 TargetKind = Literal["script", "module", "executable"]
@@ -36,7 +36,7 @@ def new_launch() -> str:
 
 
 def without_launch(name: str) -> str:
-    """Return the part of ``RunSettings.saves_as`` that all starts of the run share."""
+    """Return a value of ``RunSettings.saves_as`` without the part that differs between the starts of a run."""
     return re.sub(r"-s[0-9a-f]{6}$", "", name)
 
 
@@ -48,12 +48,12 @@ def shape(nodes: int, counts: Sequence[int]) -> str:
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one run. Times in seconds, paths absolute.
+    """The settings of one run. Times are in seconds, paths are absolute.
 
-    ``kind`` says how ``target`` is started: ``script`` (path), ``module`` (``python -m``) or ``executable``
-    (``--no-python``: any program, started directly). ``redirects`` and ``tee`` follow torchrun (``0`` none, ``1``
-    stdout, ``2`` stderr, ``3`` both, or ``rank:n,...``). The log file always receives both streams. The two settings
-    only choose the streams that the launcher shows.
+    ``kind`` is the way in which ``target`` is started: ``script`` (path), ``module`` (``python -m``) or ``executable``
+    (``--no-python``: any program, started directly). ``redirects`` and ``tee`` have torchrun's values (``0`` none,
+    ``1`` stdout, ``2`` stderr, ``3`` both, or ``rank:n,...``). The log file always gets both streams. These two
+    settings only choose the streams that the launcher shows.
     """
 
     run_id: str
@@ -70,19 +70,19 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     nprocs: tuple[int, ...] = ()
     nnodes: int = 1  # nodes that have ranks
     nnodes_max: int = 1  # including nodes that wait as spares
-    nnodes_min: int = 0  # the fewest nodes to continue with after a loss; 0: never with fewer
+    nnodes_min: int = 0  # the fewest nodes to continue with after a loss; 0: never fewer than ``nnodes``
     node: str = "node0"  # name of this node, the same for a successor agent
     job: str = ""  # name of the job that several nodes share; empty: ``run_id``
     # "host:port" of agents to dial first; the agent at the first contact names the first voters.
     contacts: tuple[str, ...] = ()
-    first_contacts: int = 1  # how many of them are addresses of the first contact
+    first_contacts: int = 1  # how many of ``contacts``, from the first on, are addresses of the first contact
     join_s: float = JOIN_S  # time limit for the nodes to meet
     bind: str = "127.0.0.1"  # address at which this node listens for others
     encrypts: bool = False  # True if what Holdfast sends to other nodes is encrypted
     notices: str = "auto"  # sources of notices that this node will leave, see ``notice_sources``
     health: str = ""  # command that tests whether this node is fit to train
     health_every_s: float = 300.0
-    witness: str = ""  # directory on shared storage that decides between two nodes
+    witness: str = ""  # place on shared storage that decides which of two nodes may continue
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the agent picks a free one per attempt
     role: str = "default"
@@ -91,7 +91,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_restarts: int = 16
     restart_window_s: float = 3600.0
-    # A node with so many faults of its host within the window is left out; 0: never.
+    # A node with this many faults of its host within ``node_window_s`` is left out; 0: never.
     node_faults_max: int = 3
     node_window_s: float = 3600.0
     on_fault: str = "auto"  # see ``core.decide.ladder``
@@ -100,19 +100,19 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiesce_s: float = 5.0
     orphan_s: float = 30.0
     spares: int = 0  # processes per node that are built before they are needed
-    hang_factor: float = 10.0  # bound on time without progress, in median steps; 0: hangs are not looked for
+    hang_factor: float = 10.0  # limit on time without progress, in median step times; 0: no limit
     hang_floor_s: float = 1.5
     hang_start_s: float = 1800.0
-    verify_every: int = 50  # steps within which all copies of the state are compared; 0: never
+    verify_every: int = 50  # all copies of the state are compared within this many steps; 0: never
     replace_slower_than: float = 0.0  # 0: stragglers are reported only
     # Steps between two states of a rank kept in memory; 0: none, -1: as often as it is cheap.
     memory_every: int = -1
 
     framework: FrameworkName = "torch"  # the framework that workers and zygote are prepared for
     preload: tuple[str, ...] = ()  # further modules that the zygote imports
-    cwd: str = ""  # empty: the agent's
+    cwd: str = ""  # working directory of the workers; empty: the agent's
     python: str = ""  # interpreter of the workers; empty: the agent's
-    env: dict[str, str] = {}  # set in every worker, over the agent's own environment
+    env: dict[str, str] = {}  # variables of every worker, which override the agent's environment
     log_dir: str = ""  # directory of the attempt-NNN/ directories; empty: the run directory
     redirects: str = "0"
     tee: str = "0"
@@ -120,7 +120,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     library: bool = False  # the workers were started by another launcher (torchrun, srun, mpirun)
 
     def limits(self) -> Limits:
-        """Return the limits on the time that a worker may show no progress."""
+        """Return the limits on the time for which a worker may make no progress."""
         return Limits(
             factor=self.hang_factor,
             floor_s=self.hang_floor_s,
@@ -149,7 +149,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of workers of each node; a single number if all nodes have the same."""
+        """The number of workers of each node, by node number; a single number if all nodes have the same."""
         return self.nprocs or (self.nproc,)
 
     @property
@@ -158,7 +158,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.nprocs) or self.nproc * self.nnodes
 
     def group(self, rank: int) -> tuple[int, int]:
-        """Return the number of the node that ``rank`` belongs to, and the number of workers of that node."""
+        """Return the number of the node that ``rank`` runs on at the start, and the number of workers of that node."""
         if not self.nprocs:
             return rank // self.nproc, self.nproc
         ends = list(accumulate(self.nprocs))
@@ -167,18 +167,18 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def several(self) -> bool:
-        """True if more than one node may take part."""
+        """True if more than one node may take part in the job."""
         return self.nnodes_max > 1
 
     def address_of(self, run: RunDir, name: str) -> Address:
-        """Return the address at which a process of this node listens as ``name`` for all nodes of the job.
+        """Return the address at which a process of this node, named ``name``, listens for all nodes of the job.
 
-        It is on the network only if the job has several nodes.
+        It is a network address only if the job has several nodes; otherwise it is a Unix socket.
         """
         return Address(self.bind) if self.several else run.socket_of(name)
 
     def secret_of(self, run: RunDir) -> Secret:
-        """Return the secret that the processes of all nodes share.
+        """Return the secret that the processes of all nodes share. It includes whether their connections are encrypted.
 
         Raises:
             AuthError: the token is missing, readable by others, or too short.
@@ -191,9 +191,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.node if self.several else ""
 
     def save(self, run_dir: Path) -> None:
-        """Write ``run.json`` (0600), secrets in command lines masked.
+        """Write ``run.json`` (mode 0600), with the secrets in command lines masked.
 
-        The script's unmasked arguments go to a second file.
+        If the script's arguments contain a secret, they are also written unmasked to a second private file.
         """
         written = msgspec.structs.replace(self, args=masked(self.args), command=masked(self.command))
         if written.args != self.args:
@@ -202,7 +202,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def load(run_dir: Path) -> RunSettings:
-        """Return the settings in ``run.json``.
+        """Return the settings in ``run.json`` of ``run_dir``, with the script's unmasked arguments.
 
         Raises:
             UsageError: the file is missing, or does not have the settings of a run.

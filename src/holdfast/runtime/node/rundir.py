@@ -24,11 +24,11 @@ from holdfast.sealing import Secret
 from holdfast.store.backends.durable_files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
-TOKEN_DISTINCT_MIN = 8  # 64 random hexadecimal digits have fewer different ones in one of 10^19 tokens
+TOKEN_DISTINCT_MIN = 8  # one of 10^19 random tokens of 64 hexadecimal digits has fewer different digits
 TOKEN_FILE_SIZE_BYTES_MAX = 4096
 SHARED_MEMORY = Path("/dev/shm")
 PAGES_PREFIX = "holdfast-"
-OWNER = "run"  # in a directory of pages: names their run; locked while the agent or the launcher lives
+OWNER = "run"  # file beside the status pages: has the path of the run; locked while agent or launcher lives
 PAGE = "page-"
 ATTEMPT = "attempt-"
 SPARE_PAGE = "spare-"
@@ -38,18 +38,18 @@ MODULES = {
     "controller": "holdfast.runtime.controller.controllerd",
     "zygote": "holdfast.runtime.agent.zygote",
 }
-"""The modules of the processes of a run that listen, by the name of the endpoint."""
+"""The modules that run as listening processes, by the name of their endpoint."""
 TAIL_SIZE_BYTES = 64 * 1024
-ROOM_SIZE_BYTES = 64 * 1024  # for the first lines of an agent
+ROOM_SIZE_BYTES = 64 * 1024  # enough for the first log lines of an agent
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """The address at which a process of the run listens."""
+    """The address at which a process of the run listens, with the pid of the process."""
 
     host: str
     port: int
     pid: int
-    term: int = 0  # of a controller
+    term: int = 0  # the term of a controller
     node: str = ""
 
     @property
@@ -59,7 +59,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replace ``path`` atomically by a 0600 file with ``data``; with ``durable`` it is on the disk on return.
+    """Replace the file ``path`` atomically by a file with ``data`` and mode 0600.
+
+    With ``durable``, the new file is on the disk on return.
 
     Raises:
         OSError: the directory cannot be written.
@@ -81,7 +83,7 @@ def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def open_log(path: Path) -> int:
-    """Return a file descriptor that appends to ``path`` (made with mode 0600); the caller closes it.
+    """Return a file descriptor that appends to ``path``, which the caller closes. A new file has mode 0600.
 
     Raises:
         OSError: the file cannot be written, or is a link, which could lead to any file of this user.
@@ -90,13 +92,13 @@ def open_log(path: Path) -> int:
 
 
 def read_token(path: Path) -> bytes:
-    """Return the secret in a file.
+    """Return the token (the secret of a run) in file ``path``.
 
     Raises:
-        AuthError: missing, readable by others, too short, weak, or no token at all.
+        AuthError: the file is missing, readable by others, or has no token that is long and random enough.
     """
     try:
-        with path.open("rb") as file:  # one descriptor: the file that is checked is the one that is read
+        with path.open("rb") as file:  # one descriptor, so that the checked file is the one that is read
             mode = os.fstat(file.fileno()).st_mode
             token = file.read(TOKEN_FILE_SIZE_BYTES_MAX + 1)
     except OSError as error:
@@ -127,7 +129,9 @@ def read_token(path: Path) -> bytes:
 
 
 def try_lock(path: Path) -> int | None:
-    """Return a file descriptor that holds the lock until it is closed or this process ends; None: the lock is taken.
+    """Lock the file ``path``, and return the file descriptor that holds the lock; None: another process holds it.
+
+    The lock is held until the descriptor is closed or this process ends.
 
     Raises:
         OSError: the file cannot be made or opened.
@@ -142,7 +146,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def is_free(lock: Path) -> bool:
-    """Return True if no process holds the lock, or it was never made."""
+    """Return True if no process holds the lock file ``lock``, or if the file does not exist."""
     if not lock.exists():
         return True
     fd = try_lock(lock)
@@ -152,7 +156,7 @@ def is_free(lock: Path) -> bool:
 
 
 class RunDir:
-    """The paths below the directory of one run. The constructor touches no file."""
+    """The paths of the files in the directory of one run. The constructor touches no file."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -166,10 +170,13 @@ class RunDir:
         self.launcher_lock = self.path / "launcher.lock"
 
     def create(self, token: bytes = b"") -> None:
-        """Make the directory (0700), its token (by default a new one) and its private directory for status pages.
+        """Make the run directory (mode 0700), its token file and its private directory for status pages.
+
+        Args:
+            token: the secret of the run; empty: a new random one.
 
         Raises:
-            UsageError: the directory already exists, cannot be written, or takes no sockets.
+            UsageError: the directory already exists, cannot be written, or its path is too long for sockets.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True)
@@ -202,7 +209,7 @@ class RunDir:
         Path(at.host).unlink()
 
     def no_room(self) -> str:
-        """Return why nothing can be written to the run directory now; empty: it can be written."""
+        """Return why no file can be written to the run directory now; empty: files can be written."""
         probe = self.path / "room"
         try:
             write_private(probe, bytes(ROOM_SIZE_BYTES))
@@ -212,21 +219,21 @@ class RunDir:
         return ""
 
     def hold_launch(self) -> None:
-        """Lock the launcher's file for the life of this process.
+        """Lock the launcher's lock file for the life of this process, which is the launcher.
 
         Workers, and another start of the run, test this lock.
         """
         try_lock(self.launcher_lock)
 
     def launcher_is_gone(self) -> bool:
-        """Return True if the launcher of this run has ended or was killed: its agent gets no successor.
+        """Return True if the launcher of this run has ended or was killed, so that it starts no successor of the agent.
 
-        False in library mode, which has no launcher.
+        Return False in library mode, which has no launcher.
         """
         return self.launcher_lock.exists() and is_free(self.launcher_lock)
 
     def secret(self) -> Secret:
-        """Return the secret that the processes of this host share. ``RunSettings.secret_of`` is for other hosts.
+        """Return the secret that the processes of this host share. For other hosts use ``RunSettings.secret_of``.
 
         Raises:
             AuthError: the token is missing, readable by others, or too short.
@@ -234,7 +241,10 @@ class RunDir:
         return Secret(read_token(self.token_file))
 
     def pages(self) -> Path:
-        """Return the directory of the status pages, made on first use: in shared memory, or in the run directory."""
+        """Return the directory of the status pages, and make it on first use.
+
+        It is in shared memory if that is writable, otherwise in the run directory.
+        """
         if self.pages_link.is_dir():
             return self.pages_link.resolve()
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
@@ -251,19 +261,25 @@ class RunDir:
         return self.pages_link
 
     def hold_pages(self) -> None:
-        """Lock the pages for the life of this process. The lock is visible even without access to the run directory."""
+        """Lock the directory of the status pages for the life of this process.
+
+        Another process can test the lock without access to the run directory.
+        """
         with contextlib.suppress(FileNotFoundError):  # the pages are in the run directory
             fd = os.open(self.pages() / OWNER, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(fd, fcntl.LOCK_SH)
 
     def page_path(self, member_id: MemberId) -> Path:
-        """Return the status page of a member or a spare. A spare's page is renamed when the spare becomes a member."""
+        """Return the path of the status page of a member or a spare.
+
+        The page of a spare is renamed when the spare becomes a member.
+        """
         return self.pages() / (f"{PAGE}{member_id}" if member_id >= 0 else f"{SPARE_PAGE}{-member_id}")
 
     def remove_pages(self) -> None:
-        """Remove all status pages and their directory; the agent and its launcher may both do so at once.
+        """Remove all status pages and their directory. The agent and its launcher may both do so at the same time.
 
-        If the link leads elsewhere than to the pages of this run, only the link is removed.
+        If the link in the run directory leads to a directory that this run has not made, only the link is removed.
         """
         with contextlib.suppress(FileNotFoundError):
             if self._made_pages():
@@ -277,7 +293,7 @@ class RunDir:
         """Return True if the pages are in the run directory, or in a directory of shared memory that this run has made.
 
         Raises:
-            FileNotFoundError: there is no directory of pages.
+            FileNotFoundError: there is no directory of status pages.
         """
         if not self.pages_link.is_symlink():
             return self.pages_link.is_dir()
@@ -290,39 +306,42 @@ class RunDir:
         return Path(os.fsdecode((target / OWNER).read_bytes())).samefile(self.path)
 
     def endpoint_path(self, name: str) -> Path:
-        """Return the file of the endpoint of ``agent``, ``controller`` or ``zygote``."""
+        """Return the file with the endpoint of the process ``name``: ``agent``, ``controller`` or ``zygote``."""
         return self.path / f"{name}.json"
 
     def socket_of(self, name: str) -> Address:
-        """Return the Unix socket, in the private directory of the pages, at which ``name`` listens for this host."""
+        """Return the Unix socket at which the process ``name`` listens for this host. It is beside the status pages."""
         return Address(str(self.pages() / f"{name}.socket"))
 
     def write_endpoint(self, name: str, at: Address, term: int = 0, node: str = "") -> None:
-        """Publish the address at which this process listens."""
+        """Publish ``at``, the address at which this process listens, as the endpoint of ``name``."""
         endpoint = Endpoint(*at, os.getpid(), term, node)
         write_private(self.endpoint_path(name), msgspec.json.encode(endpoint))
 
     def read_endpoint(self, name: str) -> Endpoint | None:
-        """Return the endpoint that the process ``name`` has published; None if there is none, or it is damaged."""
+        """Return the endpoint that the process ``name`` has published; None if there is none or its file is damaged."""
         try:
             return msgspec.json.decode(self.endpoint_path(name).read_bytes(), type=Endpoint)
         except (OSError, msgspec.MsgspecError, RecursionError):
             return None
 
     def serving(self, name: str) -> int:
-        """Return the pid of the process that listens as ``name``; 0 if it is gone, even if its pid was reused."""
+        """Return the pid of the process that listens as ``name``.
+
+        Return 0 if that process is gone, even if its pid was reused.
+        """
         endpoint = self.read_endpoint(name)
         return endpoint.pid if endpoint is not None and serves(endpoint.pid, MODULES[name], self.path) else 0
 
     def remove_endpoint(self, name: str) -> None:
-        """Remove the endpoint file of this process; a successor's file stays."""
+        """Remove the endpoint file ``name`` if this process has written it. A successor's file is kept."""
         endpoint = self.read_endpoint(name)
         if endpoint is not None and endpoint.pid == os.getpid():
             self.endpoint_path(name).unlink(missing_ok=True)
 
 
 def empty_out(directory: Path) -> None:
-    """Remove a directory of files.
+    """Remove a directory that contains only files.
 
     Raises:
         FileNotFoundError: the directory no longer exists.
@@ -333,7 +352,7 @@ def empty_out(directory: Path) -> None:
 
 
 def probe_path(root: str, job: str, node: str) -> Path:
-    """Return the file by which a node shows that it reaches the same ``root`` as the other nodes."""
+    """Return the file in ``root`` by which a node shows that it reaches the same ``root`` as the other nodes."""
     return Path(root) / f".holdfast-{job}-{node}"
 
 
@@ -343,12 +362,12 @@ def attempt_dir(log_dir: Path | str, attempt: int) -> Path:
 
 
 def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
-    """Return the log (stdout and stderr) of one rank."""
+    """Return the log file (stdout and stderr) of one rank in one attempt."""
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.log"
 
 
 def last_lines(path: Path, count: int = LAST_LINES, *, end: int | None = None) -> list[str]:
-    """Return the last lines of a log, at most ``TAIL_SIZE_BYTES`` of it; empty if there is no log.
+    """Return the last ``count`` lines of a log, from its last ``TAIL_SIZE_BYTES`` bytes at most; empty without a log.
 
     Args:
         end: byte offset to stop at (later bytes belong to another process); None reads to the end.
@@ -364,11 +383,11 @@ def last_lines(path: Path, count: int = LAST_LINES, *, end: int | None = None) -
 
 
 def error_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
-    """Return the error file (torchelastic's JSON form) of one rank."""
+    """Return the error file (in torchelastic's JSON form) of one rank in one attempt."""
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.error.json"
 
 
 def environment_path(error_file: str) -> Path:
-    """Return the file for environment and versions of a rank, one line per worker; it is beside the error file."""
+    """Return the file for the environments and versions of a rank's workers, beside the error file ``error_file``."""
     path = Path(error_file)
     return path.with_name(path.name.removesuffix(".error.json") + ".env.jsonl")

@@ -1,15 +1,15 @@
 """The imports at the head of a training script, which the zygote makes once for all workers of its node.
 
-Theory. Libraries of a script often take longer to import than torch. Workers that are forked from a process which has
-imported them begin at once, also the replacement of a lost rank. This is exact only while an import has the same result
-in every worker and at an earlier time. So only the *head* of the script counts: the import statements before its first
-statement of another kind, as far as they name installed packages. A module beside the script may set variables, so its
-import ends the head. An import that reads a variable of one worker (such as ``RANK``) has other results in the zygote:
-:class:`WatchedEnvironment` sees it, and the zygote starts again without this statement and those after it.
+Theory. The libraries of a script often take longer to import than torch. A worker that is forked from a process which
+has imported them begins at once. This also holds for the replacement of a lost rank. It is safe only for an import that
+has the same result in every worker and at an earlier time. So only the *head* of the script counts: the import
+statements of installed packages before the first statement of another kind. An import may still read a variable in
+which workers differ. :class:`WatchedEnvironment` detects that, and the zygote starts again without this statement and
+those after it.
 
 Invariants:
-1. The statements of a head are a prefix of what the script does, in its order.
-2. After a head was made, no module holds a value of a variable in which workers differ.
+1. The statements of a head are the first statements that the script executes, in the same order.
+2. After a head was executed, no module holds a value of a variable in which workers differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.runtime.node.early_variables import is_for_typing, sources
 
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 RANK_READERS = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
-"""Packages that read ``RANK`` when they are imported. The others are found by trial, which costs their import once."""
+"""Known packages that read ``RANK`` at their import. Others are found by trial, which costs their import once."""
 OWN = "holdfast"
 TEXT_LENGTH_MAX = 100
 UNKNOWN = "known in workers only"
@@ -37,8 +37,9 @@ UNKNOWN = "known in workers only"
 class Origin(Enum):
     """The kinds of packages that a script imports.
 
-    ``QUICK``: of Python or Holdfast. ``INSTALLED``: the same in every worker. ``MISSING``: of a ``try``, or an error of
-    the worker. ``OTHER``: a module beside the script, or a package that reads the rank.
+    ``QUICK``: a package of Python or Holdfast. ``INSTALLED``: an installed package, the same in every worker.
+    ``MISSING``: a package that is not found; a ``try`` handles this, or the worker reports the error. ``OTHER``: a
+    module of the script's directory, or a package that reads the rank.
     """
 
     QUICK = "quick"
@@ -48,25 +49,31 @@ class Origin(Enum):
 
 
 class HeadImport(NamedTuple):
-    """One import statement of a script. ``optional``: a ``try`` around it answers an ``ImportError``."""
+    """One import statement of a script.
+
+    ``optional`` is True in a ``try`` statement, where an ``ImportError`` is no failure.
+    """
 
     text: str
     node: ast.Import | ast.ImportFrom
     optional: bool
 
     def make(self) -> str:
-        """Execute the statement, and return its error, or an empty text. Its modules stay in ``sys.modules``."""
+        """Execute the statement, and return its error as text; empty: it succeeded.
+
+        Its modules stay in ``sys.modules``.
+        """
         code = compile(ast.Module([self.node], []), "<head>", "exec")
         try:
             exec(code, {"__name__": "holdfast_head"})
-        except Exception as error:  # the worker meets it at the same statement
+        except Exception as error:  # the worker gets it at the same statement
             if not (self.optional and isinstance(error, ImportError)):
                 return f"{type(error).__name__}: {error}"[:TEXT_LENGTH_MAX]
         return ""
 
 
 def head_of(kind: str, target: str, cwd: Path) -> list[HeadImport]:
-    """Return the imports at the head of a script or module that take time: the standard library is left out.
+    """Return the import statements at the head of a script or module, without those of the quick standard library.
 
     Args:
         kind: ``script`` or ``module``, see ``RunSettings``.
@@ -79,7 +86,7 @@ def head_of(kind: str, target: str, cwd: Path) -> list[HeadImport]:
         try:
             body = ast.parse(file.read_bytes()).body
         except (OSError, SyntaxError, ValueError):
-            break  # its worker reports the error
+            break  # the worker reports the error
         made, ended = _head(body)
         found += made
         if ended:
@@ -88,7 +95,7 @@ def head_of(kind: str, target: str, cwd: Path) -> list[HeadImport]:
 
 
 def _head(body: list[ast.stmt]) -> tuple[list[HeadImport], bool]:
-    """Return the imports at the head of a module, and whether another statement ends it."""
+    """Return the imports at the head of a module, and True if a statement of another kind ends the head."""
     found: list[HeadImport] = []
     for node in body:
         if _does_nothing(node):
@@ -107,7 +114,10 @@ def _head(body: list[ast.stmt]) -> tuple[list[HeadImport], bool]:
 
 
 def _does_nothing(node: ast.stmt) -> bool:
-    """Return whether a statement cannot change the result of an import: a text, a constant, a definition, typing."""
+    """Return True if a statement cannot change the result of an import, because it does nothing at that time.
+
+    Such statements are texts, constants, function definitions, and imports for typing.
+    """
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Assign):
@@ -119,7 +129,10 @@ def _does_nothing(node: ast.stmt) -> bool:
 
 
 def _imports(node: ast.stmt) -> list[ast.Import | ast.ImportFrom]:
-    """Return an import, or the imports of a ``try`` that does nothing else; empty: the statement is of another kind."""
+    """Return the import statements in ``node``, which is an import, or a ``try`` that does nothing else.
+
+    The list is empty if ``node`` is a statement of another kind.
+    """
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [node]
     if not isinstance(node, ast.Try):
@@ -135,7 +148,7 @@ def _imports(node: ast.stmt) -> list[ast.Import | ast.ImportFrom]:
 
 
 def _packages(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Yield the top-level packages that a statement imports; an empty name for a relative import."""
+    """Yield the names of the top-level packages that a statement imports; an empty name for a relative import."""
     if isinstance(node, ast.Import):
         yield from (alias.name.partition(".")[0] for alias in node.names)
     else:
@@ -159,20 +172,23 @@ def _origin(package: str) -> Origin:
 
 
 class WatchedEnvironment(os._Environ[str]):
-    """``os.environ`` while imports are made: it notes each look at a variable in which workers differ.
+    """``os.environ`` during the imports of the zygote: it records the first read of a variable in which workers differ.
 
-    A copy of the whole environment is no look: libraries copy it for their child processes. Such a copy has
-    ``UNKNOWN`` for these variables, so that a later use as a number is an error and no wrong rank. Only Python code is
-    seen.
+    A copy of the whole environment does not count as a read, because libraries copy it for their child processes. In
+    such a copy these variables have the value ``UNKNOWN``. A later use as a number is then an error, and not a wrong
+    rank. Only reads by Python code are detected.
     """
 
     names: Collection[str] = frozenset()
     seen: str = ""
-    listed: Sequence[str] = ()  # by the last iteration: a copy asks for these values in this order
+    listed: Sequence[str] = ()  # names of the last iteration: a copy reads their values in this order
     at: int = 0
 
     def __getitem__(self, key: str) -> str:
-        """Return the value of a variable. Raises: KeyError: it is not set."""
+        """Return the value of a variable; ``UNKNOWN`` for one in which workers differ.
+
+        Raises: KeyError: it is not set.
+        """
         kind = WatchedEnvironment
         copied = key in kind.listed[kind.at : kind.at + 1]
         kind.at = kind.at + 1 if copied else len(kind.listed)
@@ -183,7 +199,7 @@ class WatchedEnvironment(os._Environ[str]):
         return UNKNOWN
 
     def __iter__(self) -> Iterator[str]:
-        """Return an iterator of all names, those of workers as well."""
+        """Return an iterator over the names of all variables, including those that only workers have."""
         kind = WatchedEnvironment
         kind.listed, kind.at = [*(set(super().__iter__()) - set(kind.names)), *kind.names], 0
         return iter(kind.listed)
@@ -191,7 +207,7 @@ class WatchedEnvironment(os._Environ[str]):
 
 @contextmanager
 def watching(names: Collection[str]) -> Iterator[Callable[[], str]]:
-    """Watch ``os.environ``. Yield a function that returns the first of ``names`` that was looked at; empty: none."""
+    """Watch ``os.environ``. Yield a function that returns the first of ``names`` that was read; empty: none."""
     plain = os.environ.__class__
     kind = WatchedEnvironment
     kind.names, kind.seen, kind.listed = frozenset(names), "", ()

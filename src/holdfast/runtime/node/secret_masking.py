@@ -14,12 +14,12 @@ _SECRET = re.compile(
 _HARMLESS = frozenset(
     "file files path paths dir directory id ids name names type size len length dim dims".split()
 )
-"""Last words that make a name harmless: it is the place of a secret (a path), or no secret at all."""
+"""Last words of a name that show that its value is no secret, or only the path of one."""
 _KNOWN = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|"
     r"(AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
 )
-"""Forms of the tokens of Hugging Face, OpenAI, GitHub, GitLab, AWS and Slack, and of signed web tokens."""
+"""Patterns of the tokens of Hugging Face, OpenAI, GitHub, GitLab, AWS and Slack, and of signed web tokens."""
 _LOGIN = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
 _SIGNED = re.compile(r"(?i)([?&][\w-]*(?:signature|token|secret|key|sig|password)=)[^&\s#]+")
 _NAMED = re.compile(r"([+~-]*)([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
@@ -27,7 +27,7 @@ _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)")
 
 
 def masked(words: Sequence[str]) -> tuple[str, ...]:
-    """Return ``words`` with each secret as ``***``: found by the name of its flag or variable, or by its form."""
+    """Return ``words`` with ``***`` for each secret. A secret is recognised by its form, or by its flag or variable."""
     found: list[str] = []
     follows = False
     for word in words:
@@ -42,7 +42,10 @@ def masked(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a flag, key or variable of this name holds a secret, such as ``hf-token`` or ``logger.apiKey``."""
+    """Return True if the value of a flag, key or variable with this name is a secret.
+
+    Examples are ``hf-token`` and ``logger.apiKey``.
+    """
     parts = [part.lower() for part in _PART.findall(name)]
     if not parts or parts[-1] in _HARMLESS:
         return False

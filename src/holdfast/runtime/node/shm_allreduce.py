@@ -1,17 +1,17 @@
 """A board: an all-reduce in shared memory among the ranks of one node, without messages.
 
-Theory. A vote is one small all-reduce that every rank waits for. Over sockets it costs several hand-overs between
-threads and processes, each of them a turn in the scheduler's queue. Over shared memory a rank stores its words and
-reads those of the others. Every rank owns two ballots and two notes (short byte strings), used in turn. A rank may
-write its round n + 2 only after it has read round n + 1 of all ranks. Each of these has read round n before it wrote
-n + 1. So nothing is overwritten before all ranks have read it. Notes need no rounds: between two notes of a rank there
-is a vote.
+Theory. A vote is one small all-reduce that every rank waits for. Over sockets it would cost several hand-overs between
+threads and processes, and each of them waits for the scheduler. In shared memory a rank stores its own words and reads
+those of the other ranks. Every rank owns two ballots and two notes (short byte strings), used alternately. A rank may
+write its ballot of round n + 2 only after it has read round n + 1 of all ranks. Each of these ranks had read round n of
+all ranks before it wrote round n + 1. So no ballot is overwritten before all ranks have read it. Notes need no rounds,
+because there is a vote between two notes of a rank.
 
 Invariants:
-1. A record is accepted only if its sequence number is the expected one and its digest fits. If a store is seen late, or
-   in another order, the reader waits.
-2. A vote that returns has read a ballot of every rank of the board. A posted record stays when its rank dies.
-3. A wait ends: with the record, by ``check``, or because the writer is gone.
+1. A record (a ballot or a note) is accepted only if its sequence number is the expected one and its digest matches. If
+   a store becomes visible late, or in another order, the reader waits.
+2. A vote that returns has read a ballot of every rank of the board. A posted record is kept when its rank dies.
+3. Each wait ends: with the record, with an exception of ``check``, or because the writer is gone.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from holdfast.runtime.node.process_info import alive
 
 VOTE_LENGTH_MAX = 1008
 NOTE_SIZE_BYTES_MAX = 128 * 1024
-_HEAD_WORDS = 16  # of a rank: its process id
+_HEAD_WORDS = 16  # at the start of a rank's part; the first is its process id
 _RECORD_HEAD = 3  # sequence, size in bytes, digest
 _BALLOT_WORDS = 1024
 _NOTE_WORDS = NOTE_SIZE_BYTES_MAX // 8 + 16
 _RANK_WORDS = _HEAD_WORDS + 2 * (_BALLOT_WORDS + _NOTE_WORDS)
 _NAP_MIN_S = 20e-6
 _NAP_MAX_S = 1e-3
-_LOOK_S = 0.02  # between two looks whether the awaited process exists
+_LOOK_S = 0.02  # pause between two checks whether the awaited process exists
 
 Check = Callable[[], None]
 
 
 class SharedMemoryAllReduce:
-    """The board (shared-memory all-reduce) of one generation. All ranks open one file; each writes its own part only.
+    """The board (shared-memory all-reduce) of one generation.
+
+    All ranks map one file, and each writes only its own part.
 
     Args:
-        path: the file, in a directory of shared memory. The first rank makes it.
+        path: the file, in a directory of shared memory. The first rank to start creates it.
         rank, world_size: rank of this process, and size of the job. All ranks of the job are on this node.
     """
 
@@ -60,7 +62,7 @@ class SharedMemoryAllReduce:
         self._words: np.ndarray[tuple[int], np.dtype[np.int64]] = np.empty(0, np.int64)
 
     def start(self) -> Self:
-        """Map the file, and return this object.
+        """Create or open the file, map it, and return this object.
 
         Raises:
             StateError: shared memory is full or cannot be written.
@@ -69,7 +71,7 @@ class SharedMemoryAllReduce:
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                # Without this a full tmpfs shows as SIGBUS at some later store.
+                # Without this reservation, a full tmpfs would raise SIGBUS at a later store.
                 os.posix_fallocate(fd, 0, size_bytes)
                 mapping = mmap.mmap(fd, size_bytes)
             finally:
@@ -84,7 +86,7 @@ class SharedMemoryAllReduce:
         return self
 
     def close(self) -> None:
-        """Remove the file; the mapping is freed with this object."""
+        """Remove the file. The mapping is freed together with this object."""
         self._path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ use
@@ -93,8 +95,8 @@ class SharedMemoryAllReduce:
         """Post ``vector`` (int64, the same length on all ranks), and return the element-wise sum over all ranks.
 
         Raises:
-            PeerLost: a rank is gone and has not posted.
-            Exception: any exception of ``check``, which is called while waiting.
+            PeerLost: a rank is gone and has not posted its vector.
+            Exception: any exception of ``check``, which is called again and again during the wait.
         """
         if len(vector) > VOTE_LENGTH_MAX:
             raise InternalError(f"a vote of {len(vector)} words; a board holds {VOTE_LENGTH_MAX}")
@@ -107,7 +109,7 @@ class SharedMemoryAllReduce:
         return [int(word) for word in total]
 
     def tell(self, data: bytes) -> None:
-        """Post a note that other ranks read with :meth:`hear`; at most one between two votes.
+        """Post a note that other ranks read with :meth:`hear`. At most one note per rank is allowed between two votes.
 
         Raises:
             InternalError: the note is larger than ``NOTE_SIZE_BYTES_MAX``.
@@ -119,7 +121,7 @@ class SharedMemoryAllReduce:
         self._post(self._note(self.rank, turn), turn, data)
 
     def hear(self, rank: int, check: Check) -> bytes:
-        """Return the next note of ``rank``. Raises as :meth:`reduce`."""
+        """Wait for the next note of ``rank``, and return it. The exceptions are those of :meth:`reduce`."""
         self._notes[rank] += 1
         turn = self._notes[rank]
         return self._await(rank, self._note(rank, turn), turn, check)
@@ -163,7 +165,7 @@ class SharedMemoryAllReduce:
             if now_s - looked_s > _LOOK_S:
                 looked_s = now_s
                 gone = self._gone(rank)
-            data = self._read(at, turn)  # after the look: a record that was posted before the death counts
+            data = self._read(at, turn)  # after the check: a record posted before a death counts
             if gone and data is None:
                 raise PeerLost(f"rank {rank} is gone", hint="see the fault that holdfast names")
         return data

@@ -1,4 +1,4 @@
-"""The description of a worker process: its environment, and the messages between agent and zygote."""
+"""The description of a worker process: its command and environment, and the messages between agent and zygote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from holdfast.wire import Codec
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> zygote: start one worker. ``env`` is set over the zygote's own environment."""
+    """Message from agent to zygote: start one worker.
+
+    ``env`` is added to the zygote's own environment, and overrides it.
+    """
 
     member_id: MemberId
     env: dict[str, str]
@@ -29,7 +32,10 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
-    """Zygote -> agent: the worker runs, or ``error`` says why it cannot be forked (the agent then spawns it)."""
+    """Message from zygote to agent: the worker is forked.
+
+    If the fork failed, ``error`` is the reason, and the agent starts the worker without the zygote.
+    """
 
     member_id: MemberId
     pid: int
@@ -37,7 +43,7 @@ class Spawned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """Zygote -> agent: the worker ended. Sent again to a new agent."""
+    """Message from zygote to agent: a worker has ended. It is sent again to each new agent."""
 
     member_id: MemberId
     pid: int
@@ -46,19 +52,20 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 FORKS = "HOLDFAST_FORKS"
-"""An environment variable that the zygote is started with, by which a fork of the zygote is recognised."""
+"""An environment variable with which the zygote starts, and by which a process forked from it is recognised."""
 
 QUIET_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Environment for the zygote, whose modules may test at their import whether there is a GPU. torch then answers without
-loading the driver's state into the process; with that state no fork could use a GPU.
+"""Environment for the zygote, where a module may ask torch at its import whether there is a GPU. With this variable
+torch answers without loading the driver's state into the process. With that state no forked worker could use a GPU.
 """
 
 
 class Preloaded(msgspec.Struct, frozen=True, tag=True):
-    """Zygote -> agent, first: the imports are done. ``imports_s``: seconds by import; ``missing``: failed imports.
+    """First message from zygote to agent: the imports are done.
 
-    ``unfit``: why its forks would not work; empty: they work. ``head``: why not all imports at the head of the script
-    were made; empty: they were, or there are none.
+    ``imports_s``: seconds by import; ``missing``: failed imports, with their errors. ``unfit``: why workers cannot be
+    forked; empty: they can. ``head``: why not all imports at the head of the script were made; empty: they were, or
+    there are none.
     """
 
     imports_s: dict[str, float]
@@ -69,7 +76,7 @@ class Preloaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Quit(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> zygote: the run is over."""
+    """Message from agent to zygote: the run is over, and the zygote has to end."""
 
 
 ZygoteMessage = Spawn | Spawned | Exited | Preloaded | Quit
@@ -77,7 +84,7 @@ ZYGOTE_MESSAGES: Codec[ZygoteMessage] = Codec(ZygoteMessage)  # type: ignore[arg
 
 
 class SpawnOrder(msgspec.Struct, frozen=True):
-    """The order to start one worker: its assignment, and the values that it shares with its generation."""
+    """The order to start one worker: its assignment (member, rank, local rank), and the values of its generation."""
 
     assignment: Assignment
     generation: Generation
@@ -86,14 +93,14 @@ class SpawnOrder(msgspec.Struct, frozen=True):
     restart_count: int
     resume: str
     join: bool
-    master_host: str  # empty: from the settings
+    master_host: str  # empty: ``master_addr`` of the settings
     master_port: int
-    spare: Literal["", "any", "fixed"] = ""  # becomes a member later, as any rank or as this one
-    rank_table: str = ""  # of this generation; empty: from the settings
+    spare: Literal["", "any", "fixed"] = ""  # a spare: for any rank, or only for the assigned one
+    rank_table: str = ""  # path of this generation's rank table; empty: that of the settings
 
 
 def log_root(run: RunDir, settings: RunSettings) -> str:
-    """Return the directory of the ``attempt-NNN/`` directories."""
+    """Return the directory that contains the ``attempt-NNN/`` directories with worker logs."""
     return settings.log_dir or str(run.path)
 
 
@@ -107,8 +114,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def thread_count(settings: RunSettings) -> int:
     """Return the number of OpenMP threads of each worker.
 
-    The user's setting comes first. Otherwise a single worker gets all cores. Several workers get 1 each, as in
-    torchrun: they would slow each other down with all cores each.
+    The user's setting has precedence. Otherwise a single worker on the node gets all cores, and several workers get 1
+    each, as in torchrun. With all cores each they would slow each other down.
     """
     said = settings.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
     if said.isdigit() and int(said) > 0:
@@ -117,7 +124,7 @@ def thread_count(settings: RunSettings) -> int:
 
 
 def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[str, str]:
-    """Return the variables of one worker: torchrun's, Holdfast's, and the user's, which override both."""
+    """Return the environment of one worker: torchrun's and Holdfast's variables, overridden by the user's."""
     member = order.assignment
     group, here = settings.group(member.rank)
     groups = len(settings.nprocs) or order.world_size // settings.nproc
@@ -136,7 +143,7 @@ def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[st
         "TORCHELASTIC_RESTART_COUNT": str(order.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
         "TORCHELASTIC_RUN_ID": settings.job_id,
-        # False: with env:// and without our groups rank 0 then serves the store; the agent serves none at MASTER_PORT.
+        # False: the agent serves no store at MASTER_PORT. With env:// and torch's own groups, rank 0 serves it.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(error_path(log_root(run, settings), order.attempt, member.rank)),
         "OMP_NUM_THREADS": str(thread_count(settings)),
@@ -154,12 +161,12 @@ def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[st
 
 
 def zygote_command(run: RunDir, settings: RunSettings) -> list[str]:
-    """Return the command that starts a zygote. Its last word leaves room for a title."""
+    """Return the command line that starts a zygote. Its last word reserves room for a process title."""
     return [settings.python or sys.executable, "-m", "holdfast.runtime.agent.zygote", str(run.path), ROOM]
 
 
 def differing(run: RunDir, settings: RunSettings) -> frozenset[str]:
-    """Return the variables whose values may differ between two workers, or between a worker and the zygote."""
+    """Return the names of the variables that may differ between two workers, or between a worker and the zygote."""
     member = Assignment(MemberId(0), 0, 0)
     order = SpawnOrder(
         member, NO_GENERATION, settings.workers, attempt=0, restart_count=0, resume="", join=False,
@@ -172,7 +179,7 @@ def differing(run: RunDir, settings: RunSettings) -> frozenset[str]:
 
 
 def _table_env(settings: RunSettings, order: SpawnOrder) -> dict[str, str]:
-    """Return the variables that a script written for a rank table reads; empty without a table."""
+    """Return the variables that a script written for Ascend's rank table reads; empty without a table."""
     if not settings.rank_table:
         return {}
     return {
@@ -201,7 +208,7 @@ def spare_order(build: BuildSpare, settings: RunSettings) -> SpawnOrder:
 
 
 def worker_log(run: RunDir, settings: RunSettings, order: SpawnOrder) -> str:
-    """Return the log file of one worker; for a spare, that until it becomes a member."""
+    """Return the log file of one worker. For a spare, return the log file for the time before it becomes a member."""
     if order.spare:
         return str(Path(log_root(run, settings)) / "spares" / f"spare{order.assignment.member_id}.log")
     return str(log_path(log_root(run, settings), order.attempt, order.assignment.rank))

@@ -1,8 +1,8 @@
 """The shared-memory status page of one worker (layout: ``core/protocol/status_page.py``).
 
-The agent creates the file before the worker starts, and reads it after the worker is gone. The worker maps it
-and stores single words. After the mapping exists nothing here makes a system call, except a trap of a drill (a fault
-that a rehearsal sets at a step and phase).
+The agent creates the file before the worker starts, and reads it even after the worker is gone. The worker maps the
+file and stores single words. Once the file is mapped, no function here makes a system call, except for the trap of a
+drill (a fault that a rehearsal sets for a step and phase).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOCAL_SIZE_BYTES_MAX = LOCAL_SLOT_BYTES - _HEADER_BYTES
 
 
 class Page:
-    """One mapped status page. Make it with :meth:`create` or :meth:`open`; ``close`` keeps the file."""
+    """One mapped status page, made with :meth:`create` or :meth:`open`. ``close`` keeps the file."""
 
     def __init__(self, path: Path, mapping: mmap.mmap) -> None:
         self.path = path
@@ -60,14 +60,14 @@ class Page:
 
     @staticmethod
     def create(path: Path | str, *, generation: int = 0, member: int = 0, rank: int = 0) -> Page:
-        """Make the file (0600, zeroed, its memory reserved), and return it mapped.
+        """Create the file (mode 0600, zeroed, its memory reserved), and return the mapped page.
 
         Raises:
-            OSError: the file exists, or the memory behind it is full.
+            OSError: the file exists, or shared memory is full.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Without this a full tmpfs shows as SIGBUS at some later store.
+            # Without this reservation, a full tmpfs would raise SIGBUS at a later store.
             os.posix_fallocate(fd, 0, FILE_SIZE_BYTES)
             page = Page(Path(path), mmap.mmap(fd, FILE_SIZE_BYTES))
         except OSError:
@@ -87,8 +87,8 @@ class Page:
         """Return an existing page, mapped for reading and writing.
 
         Raises:
-            OSError: no such file.
-            ProtocolError: the file is no page of this version.
+            OSError: there is no such file.
+            ProtocolError: the file is not a status page of this version.
         """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -106,7 +106,7 @@ class Page:
         return page
 
     def close(self) -> None:
-        """Unmap; the file stays."""
+        """Unmap the page. The file is kept."""
         self.flight.close()
         self._words.release()
         self._bytes.release()
@@ -119,10 +119,10 @@ class Page:
         self._words[word] = value
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Store the phase and step of this worker, and execute a drill's trap that is set for them.
+        """Store the phase and step of this worker. If a drill has set a trap for this phase and step, execute the trap.
 
         Raises:
-            RuntimeError: a drill injected an exception.
+            RuntimeError: the trap injects an exception.
         """
         words = self._words
         words[_STATE] = (step << 8) | phase
@@ -131,12 +131,12 @@ class Page:
             self._spring(phase, step)
 
     def state(self) -> tuple[int, Phase]:
-        """Return step and phase, which the worker writes in one store."""
+        """Return (step, phase), which the worker writes in one store."""
         return unpack_state(self._words[_STATE])
 
     def _spring(self, phase: Phase, step: int) -> None:
         action, at_phase, at_step = unpack_trap(self._words[_TRAP])
-        # A trap that was set late fires at the next such phase instead of never.
+        # A trap that was set too late for its step fires at the next such phase.
         if phase != at_phase or step < at_step:
             return
         self._words[Word.SPRUNG_NS] = time.monotonic_ns()
@@ -157,17 +157,17 @@ class Page:
             time.sleep(0.05)
 
     def section(self) -> str:
-        """Return the name of the last announced section, cut to the room on the page."""
+        """Return the name of the section that the script entered last, cut to ``SECTION_SIZE_BYTES``."""
         name = bytes(self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES])
         return name.rstrip(b"\0").decode("utf-8", "replace")
 
     def announce(self, section: str) -> None:
-        """Store the name of a section; call :meth:`enter` next."""
+        """Store the name of the section that the script enters. The caller calls :meth:`enter` next."""
         name = section.encode()[:SECTION_SIZE_BYTES]
         self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES] = name.ljust(SECTION_SIZE_BYTES, b"\0")
 
     def on_trap(self, action: TrapAction, act: Callable[[], object]) -> None:
-        """Set the action of a trap that only the training script can execute.
+        """Set the function ``act`` that executes a trap which only the training script can execute.
 
         Such a trap starts a collective that no other rank starts (``DEADLOCK``), or changes the rank's own memory
         (``FLIP``, ``FLIP_STATE``).
@@ -179,7 +179,7 @@ class Page:
         return self._bytes[start : start + LOCAL_SLOT_BYTES]
 
     def _headers(self) -> list[tuple[int, int, int, int]]:
-        """Return (sequence, step, length, digest) of every slot, unchecked."""
+        """Return (sequence, step, length, digest) of every slot for rank-local values, unchecked."""
         headers = []
         for index in range(LOCAL_SLOTS):
             sequence, step, length, digest = self._slot(index)[:_HEADER_BYTES].cast("Q")
@@ -187,10 +187,12 @@ class Page:
         return headers
 
     def write_local(self, step: int, payload: bytes) -> None:
-        """Store rank-local values of committed ``step``; the previous ones stay until this is complete.
+        """Store the rank-local values of committed ``step``, encoded in ``payload``.
+
+        The previous values are kept until the new ones are completely written.
 
         Raises:
-            StateError: more than ``LOCAL_SIZE_BYTES_MAX`` bytes.
+            StateError: ``payload`` has more than ``LOCAL_SIZE_BYTES_MAX`` bytes.
         """
         if len(payload) > LOCAL_SIZE_BYTES_MAX:
             raise StateError(
@@ -205,7 +207,7 @@ class Page:
         header[3] = _digest(self._sequence, step, payload)
 
     def read_locals(self) -> dict[int, bytes]:
-        """Return the payloads of all complete :meth:`write_local`, by step. During a write there may be none."""
+        """Return all complete payloads of :meth:`write_local`, by step. During a write there may be none."""
         found: dict[int, bytes] = {}
         for sequence, step, length, digest in sorted(self._headers()):
             if sequence and length <= LOCAL_SIZE_BYTES_MAX:
@@ -215,13 +217,13 @@ class Page:
         return found
 
     def place(self, step: int, phase: Phase) -> None:
-        """Store step and phase without a look at traps (for the agent, before the worker runs)."""
+        """Store step and phase without executing traps. The agent calls this before the worker runs."""
         self._words[_STATE] = pack_state(step, phase)
         self._words[_ENTERED_NS] = time.monotonic_ns()
 
 
 def _hold_gil() -> None:
-    """Block in C forever without a release of the GIL: read from a pipe that never gets data."""
+    """Block in C forever without releasing the GIL: read from a pipe that never gets data."""
     read_end, _ = os.pipe()
     ctypes.PyDLL(None).read(read_end, ctypes.create_string_buffer(1), 1)
 
@@ -232,9 +234,10 @@ def _digest(sequence: int, step: int, payload: bytes) -> int:
 
 
 def each_page(directory: Path, prefix: str) -> Iterator[Page]:
-    """Yield the pages below ``directory`` whose names begin with ``prefix``, sorted. Each is closed before the next.
+    """Yield the pages in ``directory`` whose names begin with ``prefix``, sorted. Each is closed before the next one.
 
-    Pages that cannot be opened are left out: half-made, of another version, or removed in the meantime.
+    Pages that cannot be opened are left out: incomplete ones, those of another version, and those removed in the
+    meantime.
     """
     try:
         paths = sorted(directory.glob(f"{prefix}*"))
@@ -250,7 +253,10 @@ def each_page(directory: Path, prefix: str) -> Iterator[Page]:
 
 
 def committed_step(pages: Iterable[Page]) -> int:
-    """Return the newest step that these pages show as committed. Of several processes of one rank the newest counts."""
+    """Return the newest step that these pages show as committed; 0 if there is none.
+
+    If a rank has several pages, only that of its newest member counts.
+    """
     newest: dict[int, tuple[int, int]] = {}
     for page in pages:
         rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])

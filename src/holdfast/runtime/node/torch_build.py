@@ -1,12 +1,14 @@
 """The installed torch: its version, its defects, and the verdict of its self-test. Nothing here imports torch.
 
 Theory. Recovery in place uses private names of torch, and an untested version may have changed them. A refusal of such
-a version would lock out every new user on the day of a release. So a torch that is newer than the tested ones is tried
-once: a job of two ranks loses one of them, must replace it in place, and must end with the bits of an undisturbed run
-(``drill/selftest.py``). The verdict is kept for this build of torch and of Holdfast. If the self-test fails, Holdfast
-does not replace torch's own process groups, and all workers start again after a fault.
+a version would lock out every new user on the day of a release. So a torch that is newer than the tested versions is
+tried once. The self-test (``drill/selftest.py``) runs a job of two ranks that loses one of them. The job must replace
+that rank in place, and must end with the same bits as an undisturbed run. The verdict is kept for this build of torch
+and of Holdfast. If the self-test fails, Holdfast does not replace torch's own process groups, and all workers start
+again after a fault.
 
-A torch that cannot work is refused before it is loaded: the loader's own error names a symbol, not the cause.
+A torch that cannot work is refused before it is loaded, because the loader's own error names a symbol and not the
+cause.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ Version: TypeAlias = tuple[int, int]
 TESTED_LEAST: Version = (2, 12)
 TESTED_MOST: Version = (2, 15)
 TESTED = "2.12 to 2.15"
-"""The versions of torch that ``make torches`` runs."""
+"""The versions of torch with which ``make torches`` tests Holdfast."""
 
 VARIABLE = "HOLDFAST_TORCH"
-"""An environment variable of workers: ``tried``, or why torch's own process groups are not replaced."""
+"""An environment variable of workers. Its value is ``tried``, or the reason why torch's own process groups are kept."""
 
 TRIED = "tried"
 SELF_TEST = "holdfast.drill.selftest"
@@ -50,31 +52,34 @@ INSTALL = "pip install 'holdfast[torch]'"
 
 
 class TorchBuild(NamedTuple):
-    """The installed torch. ``identity``: a digest that differs for another build."""
+    """The installed torch. ``text`` is its version; ``identity`` is a digest that differs for another build."""
 
     text: str
     identity: str
 
     @property
     def version(self) -> Version:
-        """The major and minor number."""
+        """The major and minor number of the version."""
         return version_of(self.text)
 
     @property
     def is_newer(self) -> bool:
-        """True if it is newer than every tested version."""
+        """True if this torch is newer than every tested version."""
         return self.version > TESTED_MOST
 
 
 class SelfTestVerdict(msgspec.Struct, frozen=True):
-    """The result of the self-test of one build. ``reason``: the failure; empty: it has passed."""
+    """The result of the self-test of one build of torch. ``reason`` is the failure; empty: the test has passed."""
 
     torch: str
     reason: str
 
 
 def version_of(text: str) -> Version:
-    """Return (2, 15) for ``2.15.0+cu132``, and (0, 0) for a text that does not begin with a version."""
+    """Return (major, minor) of a version: (2, 15) for ``2.15.0+cu132``.
+
+    Return (0, 0) if ``text`` begins with no version.
+    """
     found = re.match(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -83,8 +88,8 @@ def torch_build() -> TorchBuild | None:
     """Return the torch that an import would find; None if there is none.
 
     Raises:
-        FrameworkError: torch is older than the oldest tested one, or its files and its installation record differ in
-            version.
+        FrameworkError: torch is older than the oldest tested version, or its files and its installation record differ
+            in version.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -117,7 +122,10 @@ def _recorded() -> str:
 
 
 def cannot_load(error: Exception) -> FrameworkError:
-    """Return the error of a failed import of the installed torch, with the next command as its hint."""
+    """Return the error to raise after a failed import of torch.
+
+    Its hint is the command that repairs the installation.
+    """
     if isinstance(error, FrameworkError):
         return error
     said = str(error).strip().splitlines()
@@ -128,7 +136,7 @@ def cannot_load(error: Exception) -> FrameworkError:
 
 
 def check_loaded(torch: ModuleType) -> None:
-    """Refuse a torch that has no process groups. Raises: FrameworkError."""
+    """Raise an error if the loaded torch has no process groups. Raises: FrameworkError."""
     if not torch.distributed.is_available():
         raise FrameworkError(
             f"torch {torch.__version__} was built without torch.distributed",
@@ -137,7 +145,7 @@ def check_loaded(torch: ModuleType) -> None:
 
 
 def all_restart(torch: str, reason: str) -> str:
-    """Return the message to the user about a torch whose groups are not replaced."""
+    """Return the message to the user that Holdfast does not replace the process groups of this torch."""
     return (
         f"torch {torch}: {reason}: all workers start again after a fault, none is replaced in place "
         f"(tested: torch {TESTED})"
@@ -145,9 +153,9 @@ def all_restart(torch: str, reason: str) -> str:
 
 
 def why_untouched() -> str:
-    """Return why torch's own process groups are not replaced in this process; empty: Holdfast's are used.
+    """Return why Holdfast does not replace torch's own process groups in this process; empty: it does.
 
-    The launcher has set the reason in a variable. Otherwise the self-test decides here.
+    The launcher has set the reason in a variable. If it has not, the self-test decides here.
     """
     told = os.environ.get(VARIABLE)
     if told is not None:
@@ -158,12 +166,12 @@ def why_untouched() -> str:
 
 @functools.cache
 def try_out(build: TorchBuild) -> SelfTestVerdict:
-    """Return the verdict on a build: the recorded one, or that of a self-test now (a few seconds)."""
+    """Return the verdict on a build of torch: a recorded verdict, or that of a self-test now (a few seconds)."""
     kept = _kept_at(build)
     try:
         verdict = msgspec.json.decode(kept.read_bytes(), type=SelfTestVerdict)
     except (OSError, msgspec.MsgspecError):
-        pass  # not tried yet, or a part of an older file
+        pass  # not tried yet, or the file is damaged
     else:
         return verdict
     verdict = SelfTestVerdict(build.text, _self_test())
@@ -176,7 +184,7 @@ def try_out(build: TorchBuild) -> SelfTestVerdict:
 
 
 def _kept_at(build: TorchBuild) -> Path:
-    """Return the file of one verdict, which depends on the build of torch and on Holdfast."""
+    """Return the file of a verdict, whose name depends on the builds of torch and Holdfast and on Python's version."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     ours = hashlib.blake2b(digest_size=16)
@@ -187,7 +195,7 @@ def _kept_at(build: TorchBuild) -> Path:
 
 
 def _self_test() -> str:
-    """Run the self-test, and return its failure; empty: it has passed."""
+    """Run the self-test, and return its failure as text; empty: it has passed."""
     command = [sys.executable, "-m", SELF_TEST]
     # Variables that a launcher has set for this process are not meant for another job.
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in PLACES}

@@ -1,7 +1,7 @@
 """Shorter tracebacks and stacks: consecutive frames of Holdfast become one line.
 
-An exception that is raised in Holdfast and has a type of another package may be a mistake in Holdfast: its traceback
-stays whole. The error file always has the whole text.
+An exception that was raised in Holdfast and has a type of another package may show a mistake in Holdfast. Its traceback
+is not shortened. The error file always has the whole text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError
 from holdfast.package import DIRECTORY
 
 OWN = f"{DIRECTORY}/"
-FOLDED_LEAST = 2  # frames in a row
+FOLDED_LEAST = 2  # consecutive frames that are folded into one line
 _FRAME = re.compile(r'(?P<margin>(?:\[rank[^\]]*\]: )?[ |]*)File "(?P<file>[^"]*)", line \d+')
 _REPEATED = "[Previous line repeated"
 
@@ -40,9 +40,10 @@ def is_own_mistake(error: BaseException) -> bool:
 
 
 def _parts(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (kind, margin, lines) of each frame and of the text between frames.
+    """Yield (kind, margin, lines) of each frame in a traceback, and of the text between frames.
 
-    ``kind``: ``OWN`` for a frame of Holdfast; ``margin``: the text before the word "File" of a frame.
+    ``kind``: ``OWN`` for a frame of Holdfast, ``other`` for another frame, empty for text. ``margin``: the text before
+    the word "File" of a frame.
     """
     kind, margin, lines = "", "", []
     for line in text.splitlines():
@@ -61,6 +62,6 @@ def _parts(text: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _belongs(line: str, margin: str) -> bool:
-    """Return True for a line that belongs to a frame: the source, the marks below it, or the count of a recursion."""
+    """Return True for a line that belongs to a frame: its source, the marks below that, or the count of a recursion."""
     rest = line.removeprefix(margin)
     return rest != line and rest.startswith(("  ", _REPEATED))

@@ -1,7 +1,7 @@
 """The rules of HCCL, the collective library of Ascend devices, for a rank table that is valid in form.
 
-A host has eight devices, 0 to 3 on one network and 4 to 7 on another. On one host a cluster has 1, 2, 4 or 8 devices,
-and those of 2 or 4 are on one network. A cluster of several hosts has all eight of each.
+A host has eight devices: 0 to 3 are on one network, 4 to 7 on another. A job on one host uses 1, 2, 4 or 8 devices, and
+2 or 4 devices must be on one network. A job on several hosts uses all eight devices of each host.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ONE_SWITCH = "all hosts must be on one switch: no rank table shows that"
 
 
 def hccl_mistakes(table: RankTable) -> tuple[Mistake, ...]:
-    """Return the mistakes for which HCCL would refuse an otherwise valid table."""
+    """Return the mistakes because of which HCCL would refuse an otherwise valid rank table."""
     return tuple(mistake for server in table.servers for mistake in _of_host(server, len(table.servers)))
 
 
 def hccl_notes(table: RankTable) -> tuple[str, ...]:
-    """Return the requirements of HCCL that no table can show."""
+    """Return the requirements of HCCL that a rank table cannot show, as texts for the user."""
     return (ONE_SWITCH,) if len(table.servers) > 1 else ()
 
 

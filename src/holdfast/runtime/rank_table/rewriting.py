@@ -1,8 +1,9 @@
-"""The rank table of a generation in which a spare node has taken the ranks of a host.
+"""The rank table of a generation in which a spare node has taken the ranks of a lost host.
 
-Hosts that remain keep their entries, with their current ranks. A spare gets an entry with its address and its devices
-from 0 on; the addresses of its devices are not known. Version 1.0 orders hosts by their names. If the spare's address
-would sort to another position, its entry keeps the name of the host that it replaces.
+The remaining hosts keep their entries, with their current ranks. A spare host gets an entry with its own address and
+its devices from 0 on; the addresses of these devices are not known. Version 1.0 requires hosts in the order of their
+names. If the spare's address would give its entry another position, the entry keeps the name of the host that it
+replaces.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from holdfast.store.backends.user_files import read_given
 
 
 class NodeRanks(NamedTuple):
-    """The ranks of one node. ``number``: number of the node. A number beyond the table's hosts is a spare."""
+    """The ranks of one node.
+
+    ``number``: number of the node. A number that is not in the table belongs to a spare node.
+    """
 
     number: int
     address: str
@@ -30,9 +34,10 @@ class NodeRanks(NamedTuple):
 
 
 class RewrittenTable(NamedTuple):
-    """The table for the workers. ``path``: its file; ``kept``: why this is the user's table although it does not fit.
+    """The rank table for the workers.
 
-    An empty ``kept`` means that the table fits.
+    ``path``: its file. ``kept``: why the user's table is used although it does not match the nodes; empty: the table
+    matches.
     """
 
     path: str
@@ -40,9 +45,9 @@ class RewrittenTable(NamedTuple):
 
 
 def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> RewrittenTable:
-    """Return the table for the workers of ``order``; its path is empty in a run without a table.
+    """Return the rank table for the workers of ``order``. Its path is empty in a run without a table.
 
-    If the user's table does not fit, another one is written.
+    If the user's table does not match the nodes of ``order``, another table is written to the run directory.
     """
     blocks, first = [], 0
     for place, (node_id, address) in enumerate(order.places):
@@ -62,10 +67,10 @@ def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Rewritt
 
 
 def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:
-    """Return the rank table ``data``, changed for the nodes of ``blocks``, which are in rank order.
+    """Return the rank table ``data`` changed for the nodes in ``blocks``, which are in rank order.
 
     Raises:
-        UsageError: the file no longer is a table of at least that many hosts, or the result would have mistakes.
+        UsageError: ``data`` is no valid table, or has fewer hosts than ``blocks``, or the result would have mistakes.
     """
     table = check(data).table
     if table is None or table.version not in SERVER_VERSIONS or len(table.servers) < len(blocks):
@@ -114,6 +119,6 @@ def _filled(
 
 
 def _pods(value: Mapping[str, Any]) -> dict[str, str]:
-    """Return the super pod of each host."""
+    """Return the super pod id of each host, by the name of the host."""
     pods = value.get("super_pod_list", [])
     return {host["server_id"]: pod["super_pod_id"] for pod in pods for host in pod["server_list"]}

@@ -1,13 +1,15 @@
-"""Rank tables: the JSON file of Ascend's tools with the host and device of each rank. Read, checked whole, and written.
+"""Rank tables: the JSON file of Ascend's tools with the host and device of each rank. They are read, checked and
+written.
 
-There are two forms. *Servers* (versions 1.0 and 1.2): hosts with their devices, every number a string; 1.2 adds super
-pods. *Ranks* (version 2.0): ranks with their devices and network layers, numbers as numbers, no hosts. The check
-collects every mistake before it reports any, because each round of correction costs a start.
+There are two forms. *Servers* (versions 1.0 and 1.2) lists hosts with their devices, and every number is a string; 1.2
+adds super pods. *Ranks* (version 2.0) lists ranks with their devices and network layers, without hosts, and its numbers
+are JSON numbers. The check collects every mistake before it reports any, because each round of corrections costs a
+start.
 
 Invariants of a table that :func:`read` returns:
-1. Ranks are 0 to n-1, each once; no device is there twice on a host.
-2. A host's ranks are consecutive; ``servers`` are in their order (1.0: the order of the names, letter by letter).
-3. It is complete: ``status`` is ``completed`` and all counts are right.
+1. The ranks are 0 to n-1, each once. No device occurs twice on a host.
+2. The ranks of a host are consecutive. ``servers`` are in rank order, which in 1.0 is the string order of their names.
+3. The table is complete: ``status`` is ``completed`` and all counts are right.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ class Device(NamedTuple):
 
     rank: int
     device_id: int
-    address: str  # of its network card; empty: none given
+    address: str  # address of its network card; empty: none given
 
 
 class TableServer(NamedTuple):
     """One host of a rank table.
 
-    ``address``: its network address; empty if the table has none. ``devices``: its devices in the order of their ranks.
+    ``address``: its network address; empty if the table has none. ``devices``: its devices in rank order.
     """
 
     name: str
@@ -53,7 +55,7 @@ class TableServer(NamedTuple):
 
 
 class RankTable(NamedTuple):
-    """A table without mistakes. ``servers``: the hosts in the order of their ranks; in version 2.0 one without name."""
+    """A rank table without mistakes. ``servers``: the hosts in rank order; in version 2.0 one host without a name."""
 
     version: str
     servers: tuple[TableServer, ...]
@@ -65,7 +67,7 @@ class RankTable(NamedTuple):
 
 
 class Mistake(NamedTuple):
-    """A mistake in a table. ``where``: a path into the file, such as ``server_list[1].device[0].rank_id``."""
+    """A mistake in a rank table. ``where``: a path in the JSON file, such as ``server_list[1].device[0].rank_id``."""
 
     where: str
     what: str
@@ -75,7 +77,10 @@ class Mistake(NamedTuple):
 
 
 class Check(NamedTuple):
-    """The result of a check. ``table``: None if there are mistakes; ``status``: as written in the file."""
+    """The result of a check of a rank table.
+
+    ``table``: None if there are mistakes; ``status``: as written in the file.
+    """
 
     table: RankTable | None
     mistakes: tuple[Mistake, ...]
@@ -83,7 +88,7 @@ class Check(NamedTuple):
 
 
 def read(path: Path) -> Check:
-    """Read a file, and return the result of its check.
+    """Read the rank table in file ``path``, and return the result of its check.
 
     Raises:
         UsageError: the file cannot be read.
@@ -96,7 +101,7 @@ def read(path: Path) -> Check:
 
 
 def refusal(path: Path, mistakes: Sequence[Mistake]) -> UsageError:
-    """Return one error that lists the mistakes of a file."""
+    """Return one error that lists the mistakes in the rank table ``path``."""
     count = plural(len(mistakes), "mistake")
     lines = [f"  {mistake}" for mistake in mistakes[:MISTAKES_TOLD_MAX]]
     if len(mistakes) > MISTAKES_TOLD_MAX:
@@ -106,7 +111,10 @@ def refusal(path: Path, mistakes: Sequence[Mistake]) -> UsageError:
 
 
 def check(data: bytes) -> Check:
-    """Return the result of the check of a table; never raises. After ``MISTAKES_MAX`` mistakes the check stops."""
+    """Return the result of the check of a rank table.
+
+    This never raises. After ``MISTAKES_MAX`` mistakes the check stops.
+    """
     found = _Mistakes()
     try:
         return _check(data, found)
@@ -135,7 +143,7 @@ def _check(data: bytes, found: _Mistakes) -> Check:
 
 
 class _TooMany(Exception):
-    """The end of a check after too many mistakes: a list of millions of them would take gigabytes."""
+    """The end of a check after too many mistakes, because a list of millions of mistakes would take gigabytes."""
 
 
 class _Mistakes(list[Mistake]):
@@ -304,7 +312,7 @@ def _ranks(ranks: Sequence[tuple[str, int]], found: _Mistakes) -> None:
 
 
 def _blocks(version: str, servers: Sequence[tuple[str, TableServer]], found: _Mistakes) -> None:
-    """Check that a host's ranks are consecutive and, in version 1.0, that hosts are in the order of their names."""
+    """Check that each host's ranks are consecutive and, in version 1.0, that hosts are in the order of their names."""
     order = sorted((device.rank, where) for where, server in servers for device in server.devices)
     blocks = Counter(where for i, (_, where) in enumerate(order) if i == 0 or order[i - 1][1] != where)
     for where, _ in servers:
@@ -321,7 +329,7 @@ def _blocks(version: str, servers: Sequence[tuple[str, TableServer]], found: _Mi
 
 
 def _pods(value: Mapping[str, Any], names: Sequence[str], found: _Mistakes) -> None:
-    """Check that every host is in one super pod, and that the hosts of a pod are listed together."""
+    """Check that every host is in exactly one super pod, and that the hosts of a pod are neighbours in the table."""
     known = frozenset(names)
     pod_of: dict[str, str] = {}
     pods: list[tuple[str, str]] = []
@@ -355,7 +363,7 @@ def _pods(value: Mapping[str, Any], names: Sequence[str], found: _Mistakes) -> N
 
 
 def _once(items: Iterable[tuple[str, Any]], found: _Mistakes) -> None:
-    """Check that each value occurs once. The mistake of a second one names the place of the first."""
+    """Check that each value occurs once. The mistake about a repeated value names where the value occurs first."""
     first: dict[Any, str] = {}
     for where, value in items:
         if value in first:
@@ -401,9 +409,9 @@ def _text(item: Mapping[str, Any], key: str, where: str, found: _Mistakes) -> st
 def _number(
     item: Mapping[str, Any], key: str, where: str, found: _Mistakes, *, as_text: bool = True
 ) -> int | None:
-    """Return a whole number from 0 on: in versions 1.x a string of digits, in 2.0 a number.
+    """Return the whole number (0 or more) under ``key``; None: a mistake was added instead.
 
-    None: a mistake was added.
+    It must be a string of digits in versions 1.x (``as_text``), and a JSON number in version 2.0.
     """
     value = item.get(key)
     if as_text and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
@@ -460,7 +468,7 @@ def make(
     version: str = "1.0",
     device_addresses: Mapping[str, Mapping[int, str]] | None = None,
 ) -> bytes:
-    """Return a table of hosts, in the order that version 1.0 requires; always valid.
+    """Return a rank table of the given hosts, in the order that version 1.0 requires. It is always valid.
 
     Args:
         hosts: one address of each host.
@@ -469,7 +477,7 @@ def make(
         device_addresses: addresses of devices by host and device, if known.
 
     Raises:
-        UsageError: a host is no address, or is listed twice.
+        UsageError: a host is no address or is listed twice, or ``counts`` has another length than ``hosts``.
         UnsupportedError: the version is not supported.
     """
     if len(counts) not in (1, len(hosts)):
@@ -512,7 +520,7 @@ def make(
 
 
 def device_addresses(text: str) -> dict[int, str]:
-    """Return the addresses by device, from the lines ``address_K=ADDRESS`` of an ``/etc/hccn.conf``."""
+    """Return the addresses by device number, from the lines ``address_K=ADDRESS`` of an ``/etc/hccn.conf`` file."""
     found: dict[int, str] = {}
     for line in text.splitlines():
         key, equals, value = line.strip().partition("=")

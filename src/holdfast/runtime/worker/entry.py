@@ -1,8 +1,10 @@
 """The entry of a worker after fork or exec: client, status page, process groups, then the script as ``__main__``.
 
-All inputs are in the environment and in ``run.json``. Exit codes: that of the script; 1 after an uncaught exception;
-3 after a typed UserError or StoreError; 78 (RESTART) if the script failed while its job was fenced; 77 (ORPHANED) if
-the worker could not join the other ranks because launcher and agent are lost.
+All inputs are in the environment and in ``run.json``. The exit code is that of the script, or one of these:
+
+- 1 after an uncaught exception; 3 after a typed UserError or StoreError;
+- 78 (RESTART) if the script failed while its job was fenced;
+- 77 (ORPHANED) if the worker could not join the other ranks because launcher and agent are lost.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from holdfast.runtime.worker.user_exception import follows, show, show_following
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 LEFT_CODES = frozenset({Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED})
-"""Exit codes of a session that all ranks have left, or that has lost launcher and agent."""
+"""Exit codes of a script whose session was left by all ranks, or has lost launcher and agent."""
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
 def client_from_env(orphan_s: float) -> WorkerClient:
-    """Return the client that the ``HOLDFAST_*`` and torchrun variables describe, not started."""
+    """Return the client that the ``HOLDFAST_*`` and torchrun variables describe. The caller starts it."""
     env = os.environ
     page = Page.open(env["HOLDFAST_PAGE"])
     page[Word.PID] = os.getpid()
@@ -61,7 +63,7 @@ def client_from_env(orphan_s: float) -> WorkerClient:
 
 
 def redirect(log: str) -> None:
-    """Start a new process session with an empty stdin, and redirect stdout and stderr into ``log``."""
+    """Start a new process session with an empty stdin, and redirect stdout and stderr into the file ``log``."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -70,7 +72,7 @@ def redirect(log: str) -> None:
 
 
 def write_to(log: str) -> None:
-    """Redirect stdout and stderr into ``log``."""
+    """Redirect stdout and stderr of this process into the file ``log``."""
     path = Path(log)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     out = open_log(path)
@@ -84,14 +86,14 @@ def take_over(client: WorkerClient, log: str, settings: RunSettings) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     write_to(log)
-    with exempt():  # the environment is the member's already
+    with exempt():  # the environment already has the member's rank
         _record_start(client)
     _set_title(settings, client.rank)
     offer_stacks(stacks_path(RunDir(os.environ["HOLDFAST_RUN_DIR"]), client.member_id), client.page)
 
 
 def run_script(settings: RunSettings) -> None:
-    """Run the user's code as python would: ``__main__``, ``sys.argv``, ``sys.path[0]``.
+    """Run the user's code as ``python`` would, with ``__main__``, ``sys.argv`` and ``sys.path[0]``.
 
     Raises:
         ScriptError: there is no such script or module.
@@ -130,7 +132,7 @@ def run_script(settings: RunSettings) -> None:
 
 
 def main() -> int:
-    """Run one worker, and return its exit code."""
+    """Run the worker that the environment describes, and return its exit code."""
     by_line()
     settings = RunSettings.load(Path(os.environ["HOLDFAST_RUN_DIR"]))
     client = client_from_env(settings.orphan_s)
@@ -155,7 +157,7 @@ def main() -> int:
     except SystemExit as error:
         code = _exit_code(error)
         if code != Exit.OK and not (code in LEFT_CODES and client.page.state()[1] is Phase.FINISHED):
-            # A script that exits on its own (for a wrong argument) will do so again: report it like an exception.
+            # A script that exits on its own (for a wrong argument) will do so again. Report it like an exception.
             tell(client, error, f"exit code {code}")
     except BaseException as error:
         code = _report(client, error)

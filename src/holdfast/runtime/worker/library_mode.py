@@ -1,13 +1,13 @@
 """Library mode: a script that was started by torchrun, srun, mpirun or a shell loop starts its agent itself.
 
-The process with local rank 0 starts the agent in a new process session. ``RunSettings.library`` makes it watch
-and save, but never start workers. That process also writes a pointer file, which names the run directory. All local
-ranks derive the file's name from the same variables. A pointer counts only while the process that wrote it lives, so
-it is never mistaken for that of an earlier run at the same address. It is in a private directory of this user, because
-a shell loop may start each rank in another working directory. Several nodes have an agent each; ``library_nodes.py``
-connects them.
+The process with local rank 0 starts the agent in a new process session. With ``RunSettings.library``, the agent watches
+and saves, but never starts workers. The process with local rank 0 also writes a pointer file, which names the run
+directory. All local ranks derive the name of the pointer file from the same environment variables. A pointer counts
+only while the process that wrote it lives. So the pointer of an earlier run at the same address is never used. The file
+is in a private directory of this user, because a shell loop may start each rank in another working directory. Several
+nodes have an agent each; ``library_nodes.py`` connects these agents.
 
-Invariant: two processes never take the same rank of one agent. Where two jobs have the same variables, one is refused.
+Invariant: two processes never take the same rank of one agent. If two jobs have the same variables, one is refused.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _OF_A_JOB = (
 )
 """Environment variables that differ between two jobs at the same time.
 
-Without any, the terminal's session id is used.
+If none of them is set, the id of the process session is used instead.
 """
 _ADDRESSES = ("MASTER_ADDR", "MS_SCHED_HOST")
 
 
 class Pointer(msgspec.Struct, frozen=True):
-    """A pointer to the agent of some local ranks: the process that started the agent, and the run directory."""
+    """A pointer to the agent of one node: the run directory, and the pid of the process that started the agent."""
 
     run_dir: str
     pid: int
@@ -80,10 +80,11 @@ def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) ->
 
     Args:
         seat: the place of this process in the job, from the variables of its launcher.
-        exchange: sums over all ranks without an agent; None: the framework cannot do that, so the job has one node.
+        exchange: returns sums over all ranks without an agent; None: the framework has no such function, so the job may
+            have only one node.
 
     Raises:
-        UnsupportedError: the job has several nodes, and no ``exchange`` or nodes of different sizes.
+        UnsupportedError: the job has several nodes, and either no ``exchange`` or nodes of different sizes.
         UsageError: another process has the same rank, or another job the same variables; ``runs`` cannot be written.
         GroupError: the agent did not start within ``JOIN_TIMEOUT_S``, or the agents of the nodes did not meet.
         AuthError: another user has made the pointer or the run directory.
@@ -126,7 +127,7 @@ def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) ->
 
 
 def agree_on_root(client: WorkerClient, root: str) -> None:
-    """Check that all ranks save to one place: a shell loop may start each of them in another working directory.
+    """Check that all ranks save to the same place. A shell loop may start each rank in another working directory.
 
     Raises:
         UsageError: another rank saves to another place.
@@ -151,7 +152,7 @@ def _key(seat: ProcessPlace, nodes: LibraryNodes | None) -> str:
 
 
 def _pointers() -> Path:
-    """Return the directory with this user's pointers to agents. Raises: AuthError: other users can write to it."""
+    """Return the directory with this user's pointer files. Raises: AuthError: other users can write to it."""
     directory = Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     _check_owner(directory)
@@ -204,7 +205,7 @@ def _start_agent(pointer: Path, seat: ProcessPlace, nodes: LibraryNodes | None) 
 
 
 def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
-    """Remove the pointers of ended processes. Raises: UsageError: a living process has the same pointer."""
+    """Remove the pointer files of ended processes. Raises: UsageError: a living process has written ``pointer``."""
     for path in pointer.parent.glob("library-*.json"):
         found = _read(path)
         if found is None:
@@ -219,7 +220,7 @@ def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
 
 
 def _read(pointer: Path) -> Pointer | None:
-    """Read a pointer. Return None if there is none, or if the process that wrote it has ended."""
+    """Return the pointer in a file; None if there is no such file, or if the process that wrote it has ended."""
     try:
         found = msgspec.json.decode(pointer.read_bytes(), type=Pointer)
     except (OSError, msgspec.MsgspecError):
@@ -228,7 +229,10 @@ def _read(pointer: Path) -> Pointer | None:
 
 
 def _check_owner(path: Path) -> None:
-    """Refuse a path that another user may have made: it could lead this process to another agent. Raises: AuthError."""
+    """Check that no other user may have made ``path``, which could lead this process to another agent.
+
+    Raises: AuthError.
+    """
     why = doubt(path)
     if why:
         raise AuthError(

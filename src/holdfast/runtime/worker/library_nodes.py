@@ -1,9 +1,9 @@
 """Library mode over several nodes: each node starts its own agent, and this module lets the agents find each other.
 
-No launcher has given the agents an address or a token. The ranks can already sum integers over the framework's own
-group, so rank 0 sends address and token to all ranks in one sum. The token is as protected as the gradients. Each node
-must have a block of consecutive ranks, all of one size, as with torchrun. Every node can then compute the node of a
-rank from its number.
+No launcher has given the agents an address or a token. But the ranks can already sum integers over the framework's own
+group, so rank 0 sends the address and the token to all ranks in one sum. The token is as protected as the gradients. As
+with torchrun, each node must have a block of consecutive ranks, and all blocks must have the same size. The node of a
+rank then follows from the number of the rank.
 
 Invariant: every refusal is decided from sums, so all ranks refuse or none does. No rank waits for one that has left.
 """
@@ -25,13 +25,13 @@ from holdfast.runtime.node.rundir import TOKEN_SIZE_BYTES, RunDir
 from holdfast.runtime.node.spawn import free_port
 
 Exchange = Callable[[list[int]], list[int]]
-"""A sum over all ranks that needs no agent."""
+"""A function that returns the element-wise sum of the lists of all ranks, without an agent."""
 
 JOIN_S = 60.0
-LATE_S = 5.0  # before this is over, the agent itself logs that the other agents did not come
+LATE_S = 5.0  # extra wait in which the agent itself logs that the agents did not meet
 POLL_S = 0.05
 ADDRESS_SIZE_BYTES = 64
-ANY_PORT = 9  # any port: connecting a UDP socket sends nothing
+ANY_PORT = 9  # any port will do, because connect() of a UDP socket sends nothing
 REMEDY = (
     "start the script on each host with `holdfast run --nnodes N --node-rank K --master-addr HOST0 --token-file FILE "
     "--nproc-per-node M` (docs/several-nodes.md)"
@@ -39,10 +39,10 @@ REMEDY = (
 
 
 class LibraryNodes(NamedTuple):
-    """The values with which a node meets the other nodes.
+    """The values with which the agent of a node meets the agents of the other nodes.
 
     ``number`` and ``address``: number and address of this node. ``total``: number of nodes. ``contact``: "host:port" of
-    the agent of rank 0. ``token``: token of the job.
+    the agent on rank 0's node. ``token``: token of the job.
     """
 
     number: int
@@ -53,7 +53,7 @@ class LibraryNodes(NamedTuple):
 
 
 def refuse_unknown(seat: ProcessPlace, *, may_exchange: bool) -> None:
-    """Refuse several nodes without an exchange between all ranks, or without a known number of ranks per node.
+    """Refuse a job of several nodes unless all ranks can exchange sums and the number of ranks per node is known.
 
     Raises:
         UnsupportedError: the exchange or the number is missing.
@@ -72,10 +72,10 @@ def refuse_unknown(seat: ProcessPlace, *, may_exchange: bool) -> None:
 
 
 def agree(seat: ProcessPlace, exchange: Exchange) -> LibraryNodes:
-    """Agree on the contact and the token of the job; all ranks call it together.
+    """Agree with all other ranks on the contact and the token of the job. All ranks call this at the same time.
 
     Returns:
-        The values of this node.
+        The values of this rank's node.
 
     Raises:
         UnsupportedError: the ranks are not in blocks of one size.
@@ -110,7 +110,10 @@ def agree(seat: ProcessPlace, exchange: Exchange) -> LibraryNodes:
 
 
 def own_address(master: str) -> str:
-    """Return the address of rank 0's node: that of ``master`` if this host has it, otherwise that of the host name."""
+    """Return an address of this host, which is rank 0's node.
+
+    The first address of ``master`` or of the host name that belongs to this host is taken; otherwise ``127.0.0.1``.
+    """
     for name in (master, socket.gethostname()):
         try:
             found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else []
@@ -127,17 +130,17 @@ def own_address(master: str) -> str:
 
 
 def towards(address: str) -> str:
-    """Return the address of this host from which it reaches ``address``."""
+    """Return the IP address of this host from which packets to ``address`` would leave."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, ANY_PORT))
         return str(probe.getsockname()[0])
 
 
 def wait_for_job(run: RunDir) -> None:
-    """Wait until the agents have met. They then give the job its name, which is a part of all that is saved.
+    """Wait until the agents have met and have given the job its name, which checkpoints carry.
 
     Raises:
-        GroupError: the agents did not meet within ``JOIN_S``.
+        GroupError: the agents did not meet within ``JOIN_S`` seconds.
     """
     deadline_s = time.monotonic() + JOIN_S + LATE_S
     while not (settings := RunSettings.load(run.path)).job:

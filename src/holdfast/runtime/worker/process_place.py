@@ -1,7 +1,7 @@
-"""The place of this process in its job, from the environment, the rank table that it names, or an agent.
+"""The place of this process in its job (rank, world size, local rank), from one of three sources.
 
 Under ``holdfast run`` the agent has sent it. In all other processes :func:`holdfast.core.launch_environment.seat_of`
-reads it from the variables of the launcher.
+reads it from the variables of the launcher, or from the rank table that these name.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def seat_here(known: tuple[int, int] | None = None) -> ProcessPlace:
 
 
 def place_here(known: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Return rank and world size of this process; see :func:`seat_here`, also for the errors."""
+    """Return (rank, world size) of this process. Arguments and errors are those of :func:`seat_here`."""
     seat = seat_here(known)
     return seat.rank, seat.world_size
 
 
 def refuse_started_by_script() -> None:
-    """Refuse a rank that rank 0 has started by running the script again, as Fabric and Lightning do without a launcher.
+    """Refuse to run as a rank that rank 0 has started by running the script again.
 
-    Rank 0 was started as a process alone, so it has torch's own groups, and would wait for this rank without an end.
+    Fabric and Lightning start ranks in this way without a launcher. Rank 0 was started alone, so it has torch's own
+    groups, and would wait for this rank forever.
 
     Raises:
         UsageError: this process is such a rank.

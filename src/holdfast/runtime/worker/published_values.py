@@ -1,6 +1,7 @@
-"""Values that ranks publish for each other in their agents' store, because a newcomer cannot run a collective alone.
+"""Values that ranks publish for each other in their agents' key-value store.
 
-Either the first rank publishes its values and all others compare theirs, or one rank publishes and all others read.
+A collective is not possible, because a newcomer cannot run one alone. Either the first rank publishes its values and
+all others compare theirs, or one rank publishes and all others read.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ WAIT_ENDS = {"fenced": "a recovery began", "orphaned": "launcher and agent were 
 
 
 def first_published(client: WorkerClient | None, key: str, mine: Sequence[object], what: str) -> list[Any]:
-    """Publish the plain values ``mine`` unless another rank has published. Return the values of the first rank.
+    """Publish the plain values ``mine`` unless another rank has published before.
 
-    Without a client the result is ``mine``. If the agent answers with an error, the result is also ``mine``, after a
-    warning that ``what`` was not compared.
+    Return the values that were published first. Without a client these are ``mine``. If the agent answers with an
+    error, the result is also ``mine``, after a warning that ``what`` was not compared.
 
     Raises:
         ProtocolError: the first rank has published another number of values.
@@ -39,7 +40,7 @@ def first_published(client: WorkerClient | None, key: str, mine: Sequence[object
 
 
 def published(client: WorkerClient, key: str, when: str, wait_s: float = 0.0) -> bytes:
-    """Return the bytes under ``key``; empty if no rank has published them within ``wait_s``.
+    """Return the bytes that a rank has published under ``key``; empty if none has within ``wait_s`` seconds.
 
     Raises:
         GroupError: a recovery began, or the agent was lost. The message ends with ``when``.

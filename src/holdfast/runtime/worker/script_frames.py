@@ -1,4 +1,4 @@
-"""The script's own stack frames, and the variables in them."""
+"""The stack frames of the user's script, and the variables in them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pur
 
 
 def place_in_script() -> str:
-    """Return file and line of the script that is executed now: ``train.py:31``."""
+    """Return the file and line of the script that this thread executes now, as ``train.py:31``."""
     return place_of(frame_of_script())
 
 
 def place_of(frame: FrameType) -> str:
-    """Return file and line that a stack frame executes: ``train.py:31``."""
+    """Return the file and line that a stack frame executes, as ``train.py:31``."""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def frame_of_script() -> FrameType:
-    """Return the innermost stack frame outside of Holdfast; this function's caller if there is none."""
+    """Return the innermost stack frame outside of Holdfast; the caller's frame if there is none."""
     caller = sys._getframe(1)
     return next(frames_outside((OURS,)), caller)
 
 
 def frames_outside(directories: tuple[str, ...]) -> Iterator[FrameType]:
-    """Yield the stack frames of this thread whose files are in none of the directories, the innermost first.
+    """Yield the stack frames of this thread whose files are in none of ``directories``, the innermost first.
 
     Args:
         directories: paths that end with a separator.
@@ -44,9 +44,10 @@ def frames_outside(directories: tuple[str, ...]) -> Iterator[FrameType]:
 
 
 def variables_of_script() -> dict[str, object]:
-    """Return the variables of all stack frames outside of Holdfast, and the global variables of the script's modules.
+    """Return, by name, the variables of all stack frames outside of Holdfast and the globals of the script's modules.
 
-    Of variables with the same name the innermost is returned under that name. The others have their file before it.
+    If several different variables have the same name, only the innermost has the plain name in the result. The others
+    have the form ``FILE:NAME``.
     """
     found: dict[str, object] = {}
     for file, variables in _scopes():

@@ -1,15 +1,15 @@
 """The transfer of state between processes: survivors serve their boxes, a newcomer fetches those it needs.
 
 Theory. A box is a rectangle of a tensor. The layouts list, for each box of a newcomer, the ranks that hold an identical
-one. The newcomer cuts every box into pieces and assigns each piece to the holder with the least load. It asks all
-holders at once, with one connection and one thread each. Pieces travel in batches, from memory to memory. A tag follows
-each batch (``sealing.py``) and proves that these are the bytes that the holder has sent. If a tag does not fit or a
-holder is lost, another holder gives its pieces. Nothing is written to disk. No memory is allocated by what a peer
-sends: the sizes come from the layout.
+box. The newcomer cuts every box into pieces, and assigns each piece to the holder with the least load. It sends
+requests to all holders in parallel, with one connection and one thread each. Pieces travel in batches, from memory to
+memory. A tag follows each batch (``sealing.py``) and proves that the bytes are those that the holder has sent. If a tag
+does not match or a holder is lost, another holder sends its pieces. Nothing is written to disk. The sizes of buffers
+come from the layout, so no peer can make the newcomer allocate memory.
 
 Invariants:
-1. When :func:`fetch` returns, every byte of every buffer came with a tag that fits.
-2. A server gives only what its rank declared; it ends with :meth:`StateServer.close`.
+1. When :func:`fetch` returns, every byte of every buffer has arrived with a matching tag.
+2. A server sends only boxes that its rank declared. It ends with :meth:`StateServer.close`.
 """
 
 from __future__ import annotations
@@ -38,27 +38,30 @@ A = TypeVar("A")
 
 
 class AskPieces(msgspec.Struct, frozen=True, tag=True):
-    """A request for pieces of together at most ``PIECE_SIZE_BYTES``."""
+    """A request for pieces of boxes, together at most ``PIECE_SIZE_BYTES``."""
 
     pieces: tuple[Extent, ...]
 
 
 class AskValues(msgspec.Struct, frozen=True, tag=True):
-    """A request for the plain values that are common to all ranks."""
+    """A request for the plain (non-tensor) values that are common to all ranks."""
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """The answer to ``AskPieces``: the bytes follow in the order of the request, then their tag."""
+    """The answer to ``AskPieces``.
+
+    The raw bytes of the pieces follow this message, in the order of the request, and then their tag.
+    """
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
-    """The answer to ``AskValues``."""
+    """The answer to ``AskValues``: the encoded plain values."""
 
     data: bytes
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a request for something that the server does not hold."""
+    """The answer to a request for a box that the server does not hold, or to a malformed request."""
 
     reason: str
 
@@ -67,11 +70,14 @@ Talk = AskPieces | AskValues | Pieces | Values | Refusal
 _CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]
 
 View = Callable[[str, Box, int, int], memoryview]
-"""A function of (name, box, start, end) that returns the bytes of a box from start to end, or to its last byte."""
+"""A function of (tensor name, box, start, end) that returns the bytes start to end of a box, or to its last byte."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A box to fetch into ``buffer`` (writable, C-contiguous bytes), and the ranks that hold it."""
+    """A box of tensor ``fqn`` to fetch into ``buffer`` (writable, C-contiguous bytes).
+
+    ``holders``: the ranks that hold the box.
+    """
 
     fqn: str
     box: Box
@@ -80,14 +86,14 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class StateServer(AnswerServer[Talk]):
-    """A server of one frozen state for processes of the same run.
+    """A server that sends one frozen state to processes of the same run.
 
     Args:
         view: returns bytes of a box that this rank holds; raises :class:`HoldfastError` for other boxes, and for a box
             that it cannot read.
         values: the encoded plain values.
         secret: secret of the run.
-        service: the name of the rank and generation, see ``service_names.py``.
+        service: the service name for this rank and generation, see ``service_names.py``.
         moved: called with the number of bytes that are about to be sent.
     """
 
@@ -98,7 +104,7 @@ class StateServer(AnswerServer[Talk]):
         self._moved = moved
         self._view = view
         self._values = values
-        self._lock = threading.Lock()  # a view may copy; one at a time bounds the memory
+        self._lock = threading.Lock()  # ``view`` may copy; one call at a time bounds the memory
 
     def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
         if isinstance(message, AskValues):
@@ -128,7 +134,7 @@ def fetch(
     values_from: Sequence[int] = (),
     moved: Callable[[int], object] = int,
 ) -> bytes:
-    """Fill all buffers from their holders, and return the plain values.
+    """Fill all buffers from the holders of their boxes, and return the encoded plain values.
 
     Args:
         sources: for each rank, the address of its server.
@@ -139,7 +145,7 @@ def fetch(
         moved: called with the number of bytes of each batch that has arrived.
 
     Raises:
-        PeerLost: no holder of a piece is left that gives it.
+        PeerLost: for some piece, no holder is left that sends it.
     """
     peers = {rank: _SourcePeer(rank, at, secret, state_of(rank, generation)) for rank, at in sources.items()}
     try:
@@ -174,7 +180,10 @@ class _FetchedPart(msgspec.Struct):
 
 
 class _SourcePeer:
-    """The connection to one holder, made at its first use. ``lost``: why it is no longer used; empty: it is used."""
+    """The connection to one holder, opened at its first use.
+
+    ``lost``: why it is no longer used; empty: it is in use.
+    """
 
     def __init__(self, rank: int, at: Address, secret: Secret, service: str) -> None:
         self.rank = rank
@@ -186,12 +195,12 @@ class _SourcePeer:
         self._channel: BlockingChannel[Talk] | None = None
 
     def values(self) -> bytes:
-        """Fetch the plain values of the holder's state, encoded. Raises: PeerLost."""
+        """Fetch and return the encoded plain values of the holder's state. Raises: PeerLost."""
         with self._lock:
             return self._ask(AskValues(), Values, ()).data
 
     def take(self, parts: Sequence[_FetchedPart]) -> None:
-        """Fill the memory of ``parts``. Raises: PeerLost."""
+        """Fetch ``parts`` from the holder into their buffers. Raises: PeerLost."""
         goals = [part.goal for part in parts]
         with self._lock:
             self._ask(AskPieces(tuple(part.piece for part in parts)), Pieces, goals)
@@ -222,7 +231,7 @@ class _SourcePeer:
 
 
 def _first_values(peers: Sequence[_SourcePeer]) -> bytes:
-    """Return the plain values of the first peer that gives them."""
+    """Return the encoded plain values from the first of ``peers`` that sends them."""
     for peer in peers[:-1]:
         try:
             return peer.values()
@@ -242,7 +251,7 @@ def _parts(wanted: Sequence[Wanted]) -> list[_FetchedPart]:
 def _share_out(
     parts: Sequence[_FetchedPart], peers: Mapping[int, _SourcePeer]
 ) -> dict[int, list[_FetchedPart]]:
-    """Assign each piece to the holder with the least load. Raises: PeerLost."""
+    """Assign each piece to the holder with the least load, and return the pieces by rank. Raises: PeerLost."""
     shares: dict[int, list[_FetchedPart]] = {}
     load = dict.fromkeys(peers, 0)
     for part in sorted(parts, key=lambda p: -p.size_bytes):
@@ -261,7 +270,7 @@ def _share_out(
 def _take(
     peer: _SourcePeer, parts: Sequence[_FetchedPart], moved: Callable[[int], object]
 ) -> list[_FetchedPart]:
-    """Fetch pieces from one peer, and return those that it did not give."""
+    """Fetch pieces from one holder, and return the pieces that it did not send."""
     done = 0
     while done < len(parts):
         end, size_bytes = done, 0

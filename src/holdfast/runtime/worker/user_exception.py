@@ -1,8 +1,9 @@
 """The report of an exception of user code that ends its process: to the log, the error file and the controller.
 
-Theory. The exception is reported as soon as it is known. The session reports it while the process still holds the
-state. The process then waits for an order (``stays``): if the same error hits all ranks at once, no other process has
-the state. An exception that no session sees is reported when the script has ended.
+Theory. The exception is reported as soon as it is known. If a session sees the exception, it reports it while the
+process still holds the state. The process then waits for an order (``stays``), because the same error may hit all ranks
+at once, and then no other process has the state. An exception that no session sees is reported when the script has
+ended.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from holdfast.runtime.node.traceback_folding import is_own_mistake, without_own_
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 FENCE_WAIT_S = 5.0
-"""Limit of the wait for the report about a lost peer, which takes milliseconds, and up to 3 s for a lost node."""
+"""Seconds to wait for the fence after a peer was lost. It takes milliseconds, but up to 3 s if a node was lost."""
 POLL_S = 0.005
 _CAUGHT = re.compile(r"(Caught \S+ in [^\n]*)\.\nOriginal Traceback ")
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def show(error: BaseException) -> None:
-    """Print the traceback, frames of Holdfast folded, and write the error file that elastic launchers read."""
+    """Print the traceback, with frames of Holdfast folded, and write the error file that elastic launchers read."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(
         printed
-    ):  # torch's hook marks each line with the rank, a script's hook may do more
+    ):  # torch's hook adds the rank to each line; a hook of the script may do more
         sys.excepthook(type(error), error, error.__traceback__)
     text = printed.getvalue()
     sys.stderr.write(text if is_own_mistake(error) else without_own_frames(text))
@@ -45,9 +46,9 @@ def show(error: BaseException) -> None:
 
 
 def follows(client: WorkerClient, error: BaseException) -> bool:
-    """Return True if the exception is only the effect of a lost peer whose fault is known.
+    """Return True if the exception is only the effect of another rank's loss, for which this rank was fenced.
 
-    The function waits for the report of that fault for at most ``FENCE_WAIT_S``.
+    If the exception may be such an effect, wait for the fence for at most ``FENCE_WAIT_S`` seconds.
     """
     if not _lost_peer(error):
         return False
@@ -58,9 +59,9 @@ def follows(client: WorkerClient, error: BaseException) -> bool:
 
 
 def show_following(client: WorkerClient, error: BaseException) -> None:
-    """Print one line in place of the traceback, which would hide that of the failed rank.
+    """Print one line about an exception that is only the effect of another rank's loss.
 
-    The error file has the text.
+    A traceback here would hide the traceback of the failed rank. The error file has the full traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
@@ -69,7 +70,10 @@ def show_following(client: WorkerClient, error: BaseException) -> None:
 
 
 def _lost_peer(error: BaseException | None) -> bool:
-    """Return True for a ``FaultError``, or one that torch has put into text (an error in a callback of autograd)."""
+    """Return True if the exception, or a cause of it, is a ``FaultError``, or has the text of a ``PeerLost``.
+
+    torch turns an error in a callback of autograd into such a text.
+    """
     while error is not None:
         if isinstance(error, FaultError) or "PeerLost: " in words_of(error):
             return True
@@ -80,14 +84,14 @@ def _lost_peer(error: BaseException | None) -> bool:
 def tell(
     client: WorkerClient, error: BaseException, what: str = "", *, stays: bool = False, between: bool = False
 ) -> bool:
-    """Report to the controller, once, that user code ends this process.
+    """Report to the controller, once per exception, that user code ends this process.
 
-    Return True for an error that the user has to fix.
+    Return True for an error that the user has to fix (``UserError`` or ``StoreError``).
 
     Args:
-        what: replaces the exception's own text.
-        stays: the process waits until it is ordered to leave.
-        between: the exception was raised between two steps.
+        what: replaces the text of the exception; empty: the text of the exception is sent.
+        stays: True if the process waits until it is ordered to leave.
+        between: True if the exception was raised between two steps.
     """
     user_error = isinstance(error, UserError | StoreError)
     if client.failed is not error:
@@ -110,7 +114,10 @@ def tell(
 
 
 def tell_exit(client: WorkerClient, error: SystemExit, step: int) -> None:
-    """Report that the script leaves the block of ``step`` by ``sys.exit()``, even with code 0: others would wait."""
+    """Report that the script leaves the block of ``step`` by ``sys.exit()``, even with code 0.
+
+    Without the report the other ranks would wait for this rank. A fenced rank reports nothing.
+    """
     if client.fenced:
         return
     frames = traceback.extract_tb(error.__traceback__)
@@ -120,9 +127,9 @@ def tell_exit(client: WorkerClient, error: SystemExit, step: int) -> None:
 
 
 def digest(error: BaseException) -> str:
-    """Return a digest that identifies an exception: its type, the place that raised it, and its text.
+    """Return a digest that identifies an exception: its type, the line that raised it, and its text.
 
-    Numbers in the text are left out: they may be of a rank, a step or an address.
+    Numbers in the text are left out, because they may be a rank, a step or an address.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
@@ -131,7 +138,7 @@ def digest(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the text of an exception, or a replacement if its class fails to make one."""
+    """Return the text of an exception, at most ``TEXT_SIZE_MAX`` characters; a replacement if its ``__str__`` fails."""
     try:
         return _with_cause(_sendable(str(error)))[:TEXT_SIZE_MAX]
     except Exception as broken:
@@ -139,7 +146,10 @@ def words_of(error: BaseException) -> str:
 
 
 def _with_cause(text: str) -> str:
-    """Join torch's first line, which says where an exception was caught, and its last line, which has the exception."""
+    """Return a text of torch about a caught exception, with its last line (the exception) moved to the front.
+
+    The first line of such a text names only the place that caught it. Any other text is returned unchanged.
+    """
     caught = _CAUGHT.match(text)
     return (
         f"{caught[1]}: {text.rstrip().rpartition(chr(10))[2]}{text[caught.end(1) + 1 :]}" if caught else text
@@ -151,13 +161,13 @@ def _text(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Return the text as valid UTF-8: a file name may contain other bytes."""
+    """Return ``text`` as valid UTF-8, with other bytes (for example of a file name) escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _write_error_file(what: str, text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if not path or Path(path).exists():  # torch's @record was there first
+    if not path or Path(path).exists():  # torch's @record has written it before
         return
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     document = msgspec.json.encode({"message": {"message": what, "extraInfo": extra}})

@@ -1,9 +1,10 @@
-"""The connection of a worker to the agent of its node: one daemon thread with stdlib sockets.
+"""The connection of a worker to the agent of its node: one daemon thread with sockets of the standard library.
 
-The thread works while the main thread is in C++ (every collective releases the GIL), so a fence always arrives. When
-the agent dies, the thread reads the endpoint file until a successor answers. The queued messages are sent then. The
-last message of each kind in ``REPEATED`` is sent again, because the dead agent may not have passed it on. Messages that
-this process has received, and that the next agent may not know, are sent to it as well (:meth:`WorkerClient.repeat`).
+Every collective releases the GIL. So the thread works while the main thread is in C++, and a fence always arrives. When
+the agent dies, the thread reads the endpoint file until a successor answers. It then sends the queued messages. It also
+repeats the last message of each kind in ``REPEATED``, because the dead agent may not have passed it on. Some messages
+that this process has received may be unknown to the successor, and are sent to it as well
+(:meth:`WorkerClient.repeat`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from holdfast.runtime.node.status_page import Page
 from holdfast.wire import MESSAGES, WireMessage
 
 QUEUE_LENGTH_MAX = 10_000
-# Without an agent for this time, look whether the launcher lives, which would start another one.
+# Seconds without an agent after which the client checks whether the launcher, which would start another one, lives.
 ORPHAN_LOOK_S = 1.0
 RETRY_S = 0.05
 CLOSE_TIMEOUT_S = 2.0
@@ -59,7 +60,7 @@ M = TypeVar("M", bound=Message)
 
 
 class _KvRequest:
-    """A key-value request without an answer so far."""
+    """A key-value request that has no answer yet."""
 
     def __init__(self, message: KvRequest) -> None:
         self.message = message
@@ -73,12 +74,15 @@ def _starting() -> tuple[RankState, int]:
 
 
 class WorkerClient:
-    """The connection of one process to its agent. ``start`` opens it, ``close`` sends the queue and ends it.
+    """The connection of one process to its agent.
 
-    ``hello`` returns state and step for :class:`WorkerHello`; a session sets it. ``on_fence_default`` poisons the
-    process groups of a script that has no session. ``fenced`` is True from the first fence until a
-    :class:`ResumeInPlace`. ``orphaned`` is True from the time when no further agent is expected, until one answers
-    nevertheless.
+    ``start`` opens it; ``close`` sends the queued messages and closes it.
+
+    Attributes:
+        hello: returns the rank's state and step for :class:`WorkerHello`; a session sets it.
+        on_fence_default: poisons the process groups of a script that has no session.
+        fenced: True from a fence until the next :class:`ResumeInPlace`.
+        orphaned: True from the time when no further agent is expected, until one answers nevertheless.
     """
 
     _current: WorkerClient | None = None
@@ -144,15 +148,15 @@ class WorkerClient:
 
     @staticmethod
     def current() -> WorkerClient | None:
-        """Return the client of this process, if a launcher started the process."""
+        """Return the started client of this process; None in a process without one."""
         return WorkerClient._current
 
     def open_session(self) -> None:
         """Record that a session of this process begins.
 
         Raises:
-            UnsupportedError: this is not the first session. A newcomer runs the script from its top and would join in
-                the first session, while the other ranks are in the second.
+            UnsupportedError: this is not the first session. A newcomer runs the script from its top, so it would join
+                in the first session while the other ranks are in the second.
         """
         if self._has_session:
             raise UnsupportedError(
@@ -163,7 +167,7 @@ class WorkerClient:
         self._has_session = True
 
     def start(self) -> None:
-        """Start both threads, and make this client :meth:`current`."""
+        """Start the client thread and the task thread, and make :meth:`current` return this client."""
         if self.run_dir is None:
             raise InternalError("a client without a run directory cannot start")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -173,7 +177,7 @@ class WorkerClient:
         self._task_thread.start()
 
     def close(self) -> None:
-        """Send the queue (for at most ``CLOSE_TIMEOUT_S``) and end both threads."""
+        """Send the queued messages (for at most ``CLOSE_TIMEOUT_S`` seconds) and end both threads."""
         self._closing = True
         self._tasks.put(None)
         self._wake()
@@ -183,7 +187,7 @@ class WorkerClient:
             WorkerClient._current = None
 
     def send(self, message: Message) -> None:
-        """Queue a message; callable from any thread and from signal handlers.
+        """Queue a message to the agent. Any thread and any signal handler may call this.
 
         Raises:
             ProtocolError: the agent has been away for so long that the queue is full.
@@ -194,11 +198,17 @@ class WorkerClient:
         self._wake()
 
     def repeat(self, message: Message) -> None:
-        """Send ``message``, which this process has received, to every later agent after the hello."""
+        """Send ``message``, which this process has received, to every later agent, after the hello.
+
+        A later message of the same type replaces it.
+        """
         self._repeated[type(message)] = message
 
     def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
-        """Call ``handler`` in the client thread for each message of ``kind``; it replaces the earlier handler."""
+        """Register ``handler`` for messages of type ``kind``, in place of an earlier one.
+
+        The handler runs in the client thread.
+        """
         self._handlers[kind] = cast(Callable[[Message], None], handler)
 
     def run_task(self, task: Callable[[], None]) -> None:
@@ -206,9 +216,10 @@ class WorkerClient:
         self._tasks.put(task)
 
     def on_orphaned(self, handler: Callable[[], None]) -> None:
-        """Call ``handler`` when no agent answered for ``orphan_s``.
+        """Register ``handler``, to be called when no further agent is expected.
 
-        Without a handler the process exits with ``ORPHANED``.
+        That is the case after ``orphan_s`` seconds without an agent, or earlier if the launcher is gone. Without a
+        handler the process exits with ``ORPHANED``.
         """
         self._orphan_handlers.append(handler)
 
@@ -221,7 +232,7 @@ class WorkerClient:
         amount: int = 0,
         timeout_s: float = 300.0,
     ) -> KvReply:
-        """Run one operation on the agent's key-value store (see ``runtime/agent/kv_server.py``); blocks.
+        """Run one operation on the agent's key-value store (``runtime/agent/kv_server.py``), and wait for the reply.
 
         Returns:
             The reply. Its ``error`` is ``timeout``, ``missing``, ``full``, ``not a number``, ``fenced`` (a new
@@ -250,22 +261,26 @@ class WorkerClient:
         return request.reply
 
     def on_called(self, handler: Callable[[str], None]) -> None:
-        """Call ``handler(log)`` in the client thread when this spare is made a member: it redirects the output."""
+        """Register ``handler(log)``, to be called in the client thread when this spare becomes a member.
+
+        ``log`` is the log file of the member, to which the handler redirects the output.
+        """
         self._on_call = handler
 
     # ------------------------------------------------------------ client thread
 
     def _waits(self, ready: bool) -> None:
-        """Report that this spare waits.
+        """Report to the agent that this spare waits to become a member.
 
-        ``ready``: at its first step; otherwise where the script needs its rank or a device.
+        Args:
+            ready: True if the spare waits at its first step; False if its script needs the rank or a device earlier.
         """
         self.page.announce("at its first step" if ready else "where its script needs its rank or a device")
         self.page.place(0, Phase.SPARE)
         self.send(SpareWaits(member_id=self.member_id, ready=ready))
 
     def _called(self, called: Called) -> None:
-        """Make this spare the member that the order names."""
+        """Make this spare the member that the order ``called`` names."""
         if self.stand_in is None:
             return
         self.member_id, self.generation = called.member_id, called.generation
@@ -277,16 +292,16 @@ class WorkerClient:
 
     def _wake(self) -> None:
         if self._wake_write < 0:
-            return  # not started: the thread begins with a look at the queue
+            return  # not started: the thread begins by reading the queue
         try:
             os.write(self._wake_write, b"x")
         except BlockingIOError:
             return  # the pipe is full of wake-ups already
 
     def _guard(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Wrap the body of a thread.
+        """Wrap the body of a thread, so that an exception in it ends the process.
 
-        An exception in it ends the process: a worker without the thread could hang the job.
+        A worker without this thread could hang the job.
         """
 
         def run() -> None:
@@ -335,7 +350,7 @@ class WorkerClient:
                 time.sleep(RETRY_S)
 
     def _is_orphan(self, away_s: float) -> bool:
-        """Return True if no successor of the agent is expected."""
+        """Return True if, after ``away_s`` seconds without an agent, no successor of the agent is expected."""
         if away_s <= min(ORPHAN_LOOK_S, self.orphan_s):
             return False
         assert self.run_dir is not None
@@ -354,7 +369,7 @@ class WorkerClient:
             return None  # a successor may be about to publish another endpoint; bounded by orphan_s
 
     def _serve(self, channel: BlockingChannel[WireMessage]) -> None:
-        """Exchange messages until the connection breaks or ``close`` has nothing left to send."""
+        """Exchange messages until the connection breaks, or until all queued messages are sent after ``close``."""
         self._channel = channel
         for request in list(self._requests.values()):
             request.sent = False
@@ -435,7 +450,7 @@ class WorkerClient:
             self.page[Word.GENERATION] = message.generation.pack()
             if message.generation != self._resumed_in:  # a new controller repeats the order
                 self.page[Word.DUE] = 1
-            self.fenced = False  # last: other threads that see it are in the new generation
+            self.fenced = False  # last: a thread that reads it then also reads the new generation
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message)
@@ -443,7 +458,7 @@ class WorkerClient:
     def moved(self, size_bytes: int) -> None:
         """Count bytes of the state that were sent, received, compared or written.
 
-        The controller sees that work continues.
+        The status page carries the count, from which the controller knows that the work continues.
         """
         self.page[Word.WORK] += size_bytes
 
@@ -482,7 +497,7 @@ class WorkerClient:
             task()
 
     def _forget(self) -> None:
-        """Close the connection in a forked child (of a data loader): it belongs to the parent."""
+        """Close the connection in a forked child (such as a data loader's worker), because it belongs to the parent."""
         if WorkerClient._current is self:
             WorkerClient._current = None
             if self._channel is not None:
@@ -490,7 +505,10 @@ class WorkerClient:
 
 
 def leave_process(code: int) -> None:
-    """Flush the standard streams (bounded: the main thread may hold their locks) and exit at once."""
+    """Flush stdout and stderr, and exit with ``code``.
+
+    The flush gets at most one second, because the main thread may hold the locks of the streams.
+    """
     flusher = threading.Thread(target=_flush_streams, daemon=True)
     flusher.start()
     flusher.join(1.0)
