@@ -170,7 +170,7 @@ class Bucket:
         try:
             yield put
         except BaseException as error:
-            with contextlib.suppress(Exception):  # removes the uploaded parts; the error in progress matters more
+            with contextlib.suppress(Exception):  # drops the parts; the error in progress matters more
                 writer.__exit__(type(error), error, error.__traceback__)
             raise
         with self._telling(key):
@@ -222,7 +222,7 @@ class Bucket:
 
         try:
             yield
-        except (BaseError, OSError) as error:  # not chained: the text of the error may contain parts of the request
+        except (BaseError, OSError) as error:  # not chained: its text may contain parts of the request
             if isinstance(error, FileNotFoundError) and not listing:
                 raise CheckpointInvalid(f"{self.place}/{key}: does not exist") from None
             why, hint = reason_of(error)
