@@ -4,7 +4,7 @@ Theory. A file becomes visible whole or not at all: write a temporary file, fsyn
 Files that are published together share the waits for the disk. First the contents of all files are synced, then the
 files are renamed in their order, then the directory is synced. All access uses the descriptor of the opened directory
 and names without a slash. No symbolic link is followed below the directory. So a hostile manifest or a swapped link
-cannot lead to a file outside of it.
+cannot lead to a file outside of the directory.
 
 Invariants:
 1. A name that does not start with a dot exists only with its complete, durable content.
@@ -160,7 +160,7 @@ class Directory(Closes):
 
     @classmethod
     def make(cls, root: Path | str, name: str) -> Self:
-        """Open ``root/name``, and make it and ``root`` if they are missing. :meth:`sync` makes a new one durable.
+        """Open the directory ``root/name``. Missing directories are made, and :meth:`sync` makes ``root/name`` durable.
 
         Raises:
             StoreWriteError: a directory cannot be made.

@@ -183,7 +183,7 @@ class FaultyStore:
         _STORES[name] = self
 
     def lose_power(self) -> None:
-        """Simulate a power loss: each unsynced file keeps its content or returns to its last synced one, at random."""
+        """Simulate a power loss: at random, each unsynced file keeps its content or gets its last synced content."""
         for name, files in self.files.items():
             kept = self.durable.get(name, {})
             lost = {n: d for n, d in files.items() if kept.get(n) != d and self._random.random() < 0.5}

@@ -1,4 +1,4 @@
-"""The choice of the store for a location."""
+"""The choice of the store for a location (a path or URL)."""
 
 from __future__ import annotations
 

@@ -85,7 +85,10 @@ class Bucket:
             return None
 
     def get(self, key: str, start: int = 0, size_bytes: int | None = None) -> memoryview:
-        """Return the content of an object: ``size_bytes`` bytes from ``start`` on, or all bytes if that is None.
+        """Return the content of an object, or a range of its bytes.
+
+        If ``size_bytes`` is None, the result is the complete object. Otherwise it is the ``size_bytes`` bytes from
+        ``start`` on.
 
         Raises:
             CheckpointInvalid: the object does not exist.

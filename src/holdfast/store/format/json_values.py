@@ -6,8 +6,8 @@ non-finite floats, integers beyond 64 bits, dicts with other than text keys, ``c
 ever looked up, so reading executes nothing.
 
 Invariants:
-1. ``decode_values(encode_values(x))`` equals ``x`` with the same types. Only OrderedDict becomes dict, bytearray bytes,
-   and a subclass of a number or of str its base type.
+1. ``decode_values(encode_values(x))`` equals ``x`` with the same types. Exceptions: OrderedDict becomes dict, bytearray
+   becomes bytes, and a subclass of a number type or of str becomes its base type.
 2. Every other value raises :class:`StateError` with the position of the value, e.g. ``values['scheduler']['fn']``.
 """
 
@@ -53,7 +53,7 @@ def encode_values(value: object, where: str = "values") -> bytes:
 
 
 def decode_values(data: bytes, where: str = "values") -> object:
-    """Return the values that :func:`encode_values` encoded; ``where`` names their root in errors.
+    """Return the tree of plain values that :func:`encode_values` encoded; ``where`` names its root in errors.
 
     Raises:
         CheckpointInvalid: ``data`` is not such JSON; the error names the broken rule.
@@ -83,7 +83,10 @@ def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
 
 
 def _tagged(value: object, where: str, depth: int) -> object:
-    """Return ``value`` with tags for values that JSON lacks; ``where`` is its position, ``depth`` its nesting level."""
+    """Return ``value`` as JSON types, with an object of one ``$`` key in place of each value that JSON lacks.
+
+    ``where`` is the position of the value, for errors, and ``depth`` its nesting level.
+    """
     if depth > DEPTH_MAX:
         raise StateError(f"{where} is nested deeper than {DEPTH_MAX} levels (a cycle?)")
     if isinstance(value, Enum):
@@ -144,10 +147,10 @@ def _refuse(value: object, where: str) -> NoReturn:
 
 
 def _untagged(pairs: list[tuple[str, object]]) -> object:
-    """Return the Python value of one JSON object, tagged or plain. It is the ``object_pairs_hook`` of ``json``.
+    """Return the Python value of one JSON object, plain or with one ``$`` key (``object_pairs_hook`` of ``json``).
 
     Raises:
-        ValueError: duplicate keys, an unknown tag, or a wrong content of a tag.
+        ValueError: duplicate keys, an unknown ``$`` key, or a wrong content of a ``$`` key.
     """
     result = dict(pairs)
     if len(result) != len(pairs):

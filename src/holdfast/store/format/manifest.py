@@ -53,7 +53,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class BoxRecord(msgspec.Struct, frozen=True):
-    """One stored box of a tensor. Its bytes begin at ``start`` of ``files[file]``; each extent has an xxh3-64."""
+    """One stored box of a tensor, from byte ``start`` of ``files[file]`` on, and the xxh3-64 of each of its extents."""
 
     fqn: str
     dtype: str

@@ -79,7 +79,7 @@ def encode_header(
 
 
 def dcp_metadata(boxes: Mapping[str, Box], save_name: str) -> dict[str, str]:
-    """Return ``__metadata__`` of a shard: its boxes in the form of torch DCP's reader, and the name of the save."""
+    """Return ``__metadata__`` of a shard's header: the boxes in the form of torch DCP's reader, and the save's name."""
     sharding = {fqn: {"saved_offsets": box.offsets} for fqn, box in boxes.items()}
     return {
         "format": "pt",

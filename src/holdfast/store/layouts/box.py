@@ -65,7 +65,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """A byte range [``start``, ``stop``) of one box of a tensor, in C order. (The extents of a file are another thing.)
+    """A byte range [``start``, ``stop``) of one box of a tensor, in C order. (It is not an extent of a file.)
 
     Comparisons of copies and transfers of state name their data in this form.
 

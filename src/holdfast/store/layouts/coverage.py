@@ -1,4 +1,4 @@
-"""The test whether boxes cover a tensor, in a time that a hostile list of boxes cannot stretch.
+"""The test whether boxes cover a tensor, in a time that is bounded even for a hostile list of boxes.
 
 Theory. Along the first dimension the edges of the boxes cut the tensor into slabs. Inside a slab every box either spans
 the slab or is absent, so the same test continues with one dimension less. Layouts of real jobs, regular or not, have
@@ -75,7 +75,7 @@ class _Search:
         self._work = work
 
     def holes(self, d: int, boxes: list[_Spans]) -> list[_Spans]:
-        """Return the uncovered regions in the dimensions from ``d`` on."""
+        """Return the regions that ``boxes`` leave uncovered, in the dimensions from ``d`` on."""
         if d == len(self._shape):
             return [] if boxes else [()]
         if not boxes:

@@ -121,13 +121,14 @@ class Declaration(msgspec.Struct, frozen=True):
         return cut_box(row.shape, self.cells[row.place])
 
     def check(self, places: Iterable[tuple[int, int]]) -> None:
-        """Raise an error if a ``place`` number of the table has no fitting cell or box in this declaration.
+        """Raise an error if the table refers to a cell or box that this declaration does not have.
 
         Args:
-            places: pairs of a ``place`` number and the number of dimensions of its tensor, as from :func:`places_of`.
+            places: pairs (number of a cell or box as in ``Row.place``, number of dimensions of its tensor), from
+                :func:`places_of`.
 
         Raises:
-            StateError: names the ``place`` number.
+            StateError: names the number of the missing cell or box.
         """
         for place, dimensions in places:
             if not -len(self.boxes) <= place < len(self.cells):
@@ -139,7 +140,7 @@ class Declaration(msgspec.Struct, frozen=True):
 
 
 def places_of(rows: Iterable[Row]) -> set[tuple[int, int]]:
-    """Return the distinct pairs (``place`` number, number of dimensions of the tensor) of a table."""
+    """Return the distinct pairs (number of a cell or box, number of dimensions of its tensor) in a table's rows."""
     return {(row.place, len(row.shape)) for row in rows}
 
 
@@ -351,7 +352,7 @@ class _VersionedCatalogue(msgspec.Struct):
 
 
 class _Own(msgspec.Struct):
-    """The part of a declaration that is sent apart from its table of tensors."""
+    """A declaration without its table of tensors, as it is sent."""
 
     rank: int
     world: int
@@ -427,7 +428,7 @@ def _even_cuts(shape: Shape, box: Box) -> Cuts | None:
 
 
 class _Join:
-    """The join of the declarations of all ranks. Tensors with the same ``place`` numbers in all tables share a grid."""
+    """The join of the declarations of all ranks. Tensors whose cells or boxes are equal on all ranks share a grid."""
 
     def __init__(self, declared: Mapping[int, Declaration]) -> None:
         self.tables: list[tuple[tuple[Row, ...], list[Declaration]]] = []
@@ -469,7 +470,7 @@ class _Join:
         return out
 
     def _grid(self, uses: frozenset[tuple[int, int]], shape: Shape | None) -> Grid:
-        """Return the grid for ``uses``, which are pairs (number of the table, ``place`` number).
+        """Return the grid for pairs (number of a table, number of a cell or box in the declarations with that table).
 
         Without a shape the grid has cells, with a shape it has boxes. Each cell or box has its holders.
         """

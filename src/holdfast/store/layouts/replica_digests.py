@@ -28,7 +28,7 @@ NAMED_MAX = 32
 
 
 class ReplicaGroup(NamedTuple):
-    """The boxes that exactly the ranks ``holders`` hold. ``extents`` are these boxes, each complete, in order."""
+    """The boxes that exactly the ranks ``holders`` hold. ``extents`` are these boxes, complete."""
 
     holders: tuple[int, ...]
     factor: int  # the factor of this rank
@@ -75,7 +75,7 @@ class ReplicaCopies:
         return self._turns[number % len(self._turns)]
 
     def whole(self) -> list[tuple[ReplicaGroup, list[Extent]]]:
-        """Return each group of ranks that hold the same boxes, with all extents of these boxes."""
+        """Return each group of ranks that hold the same boxes, with these boxes, complete."""
         return [(group, list(group.extents)) for group in self.groups]
 
 
@@ -93,7 +93,7 @@ def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) ->
 
 
 def runs(extents: Sequence[Extent]) -> list[tuple[str, list[Extent]]]:
-    """Divide extents into at most ``NAMED_MAX`` consecutive lists of about equal length, each with a name."""
+    """Divide extents into at most ``NAMED_MAX`` lists of about equal length. Each list has a name for messages."""
     size = max(1, -(-len(extents) // NAMED_MAX))
     parts = [list(extents[at : at + size]) for at in range(0, len(extents), size)]
     return [

@@ -103,7 +103,7 @@ def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Save
     """Return the plan of a save. The share of a rank is computed when it is first read from the plan.
 
     Args:
-        catalogue: all tensors and their holders, the dead included.
+        catalogue: all tensors and their holders, including dead ranks.
         sources: ranks that can write (living and sound).
         copies: number of ranks that write each box; fewer if the box has fewer holders.
 
@@ -155,7 +155,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return groups
 
     def _measure(self) -> Integers:
-        """Return the bytes of the stream of each group of holders. Collect the boxes without a living holder."""
+        """Return the size in bytes of the stream of each group of holders. Collect the boxes without living holder."""
         sizes = np.zeros(len(self.groups), np.int64)
         for kind, tensors in self.kinds.items():
             held = self.catalogue.grids[kind[0]].on(kind[1])

@@ -46,7 +46,10 @@ def whole_cuts(dimensions: int) -> Cuts:
 
 
 def cut(length: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return (offset, size) of the part of ``length`` elements that ``steps`` (number of parts, index) describe."""
+    """Return (offset, size) of one part of a dimension of ``length`` elements.
+
+    ``steps`` are nested cuts (number of parts, index of the part), the outermost first.
+    """
     offset, size = 0, length
     for parts, index in steps:
         chunk = -(-size // parts)
@@ -179,7 +182,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
         return held if self._regular else self._merged(held)
 
     def _merged(self, held: HeldBoxes) -> HeldBoxes:
-        """Return the boxes with equal ones joined into one."""
+        """Return ``held`` with equal boxes joined into one box that has the holders of all of them."""
         first: dict[tuple[int, ...], int] = {}
         joined: dict[int, set[int]] = {}
         keep: list[int] = []

@@ -25,7 +25,7 @@ def speakers(
         catalogue: all tensors and their holders.
         names: names of the tensors of the rank that loads.
         among: the candidates.
-        rank: the rank that loads. It is preferred to other candidates that hold as many of the tensors.
+        rank: the rank that loads. It is preferred to other candidates that hold equally many of the tensors.
     """
     asked = sorted(among)
     left = Counter(catalogue.by_fqn[name].grid for name in names if name in catalogue.by_fqn)

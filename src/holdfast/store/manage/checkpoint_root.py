@@ -99,7 +99,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """The result of pruning: the removed names, and the reasons for attempts that were kept without a policy."""
+    """The result of pruning: removed names, and names that were kept although no policy keeps them, with the reason."""
 
     removed: tuple[str, ...]
     spared: dict[str, str]
@@ -205,8 +205,7 @@ class Root:
             dry_run: remove nothing.
 
         Returns:
-            The names that were (or would be) removed, and the reasons for other attempts that were kept without a
-                policy.
+            The names that were (or would be) removed, and the names kept although no policy keeps them.
 
         Raises:
             UsageError: ``keep`` < 1.
@@ -259,7 +258,10 @@ class Root:
 
     @staticmethod
     def _past(attempts: Sequence[Validity], valid: Sequence[Validity]) -> set[str]:
-        """Return the names of attempts whose run has sealed a later step since. Its ranks no longer write to them."""
+        """Return the names of attempts whose run has sealed a later step since.
+
+        The ranks of that run no longer write to these attempts.
+        """
         sealed = [found.save_id for found in valid if found.save_id is not None]
         return {
             found.name

@@ -108,7 +108,7 @@ def _holds(directory: Attempt, name: str, data: bytes) -> bool:
 
 
 def _plan(directory: Attempt, manifest: RankManifest, number: int) -> _Plan:
-    """Return what the original of one shard file contains, as a plan to write the file again.
+    """Return header and boxes of one shard file, as a plan to write the file again.
 
     Raises:
         CheckpointInvalid: the header is damaged, and this version of Holdfast would write another header.

@@ -209,8 +209,8 @@ class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
     """A policy that saves at Young's optimal interval, from the measured stall of a save and the time between faults.
 
     If ``mean_time_between_faults_s`` is None, it is estimated as (1 day + duration of the run) / (1 + number of
-    faults). This starts with one fault a day. The interval is never shorter than the disk needs for a save, nor than
-    ``shortest_s`` seconds. The first save is made after ``shortest_s``, and measures the cost of a save.
+    faults). The estimate starts with one fault a day. The interval is never shorter than the disk needs for a save, nor
+    than ``shortest_s`` seconds. The first save is made after ``shortest_s``, and measures the cost of a save.
     """
 
     mean_time_between_faults_s: float | None = None
@@ -240,8 +240,8 @@ def save_policies(given: object, every_steps: int | None, every_s: float | None)
 
     Args:
         given: None, a number of steps, a ``timedelta``, ``"auto"``, a policy, or several of these.
-        every_steps, every_s: further policies: save every so many steps, and every so many seconds; None: no such
-            policy.
+        every_steps: number of steps of a further policy; None: no such policy.
+        every_s: seconds of a further policy; None: no such policy.
 
     Raises:
         UsageError: a value of another kind.

@@ -100,7 +100,7 @@ def integer(value: Value) -> int:
 
 
 def repeated(value: Value) -> Iterator[int]:
-    """Yield the unsigned numbers of one field of a repeated number: a single number, or several packed ones.
+    """Yield the unsigned numbers in one field of a message: a single number, or several packed ones.
 
     Raises:
         ValueError: the data is damaged.

@@ -123,7 +123,7 @@ def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> PlacedS
 
     Args:
         cut: the cut of the tensor in the strategy file.
-        slices: shape of the slice by rank, counted within the stage. Ranks without a file are missing.
+        slices: shape of each rank's slice, by rank within the stage. Ranks without a file are missing.
         first_rank: first rank of the stage, for messages.
 
     Raises:

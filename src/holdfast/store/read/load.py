@@ -60,7 +60,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         mismatched: names of targets with another shape or dtype in the checkpoint, which were left untouched.
         unexpected: names of tensors of the checkpoint that have no target.
 
-    These three have only names that the caller allowed to differ.
+    The three lists have only names that the caller allowed to differ.
     """
 
     save_id: SaveId
@@ -219,7 +219,7 @@ def load_locals(path: Place | str | Opened, rank: int) -> dict[str, object]:
         CheckpointInvalid: a file is missing or damaged.
     """
     index, key = _index(path), str(rank)
-    # The manifest of the rank itself comes first. Another manifest counts only if that rank could not write.
+    # The rank's own manifest comes first. Without one, another rank has written these values.
     order = sorted(index.manifests, key=lambda writer: (writer != rank, writer))
     for writer in order:
         found = index.manifests[writer].locals.get(key)

@@ -71,7 +71,7 @@ class Read(msgspec.Struct):
 
 
 def reads_of(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]], limit_bytes: int) -> list[Read]:
-    """Return the reads of a stored box for ``pieces`` (target, region). Each has at most ``limit_bytes``."""
+    """Return the reads of a stored box that ``pieces`` need, each of at most ``limit_bytes`` (or one extent)."""
     step = max(1, limit_bytes // stored.extent_size_bytes)
     reads: list[Read] = []
     for first, last, needed, place in _runs(stored, pieces):
@@ -89,7 +89,7 @@ _Run: TypeAlias = tuple[int, int, Sequence[tuple[LoadTarget, Box]], int | None]
 
 
 def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterator[_Run]:
-    """Yield the extents of a stored box that the pieces need, in the longest runs that are treated alike."""
+    """Yield the extents that ``pieces`` need, in runs: neighbours for the same pieces and with the same handling."""
     box, item = stored.record.box, DTYPE_SIZE_BYTES[stored.record.dtype]
     each, count = stored.extent_size_bytes // item, len(stored.record.digests)
     if len(pieces) > 1:
@@ -138,7 +138,7 @@ def _fates(
 
 
 def _spread(box: Box, region: Box) -> tuple[int, int, int]:
-    """Return the flat elements of a box that a region spans: the first, one after the last, and the longest gap."""
+    """Return the first and last (exclusive) flat element of a box that a region spans, and the longest gap between."""
     start, span, gap, stride = 0, 1, 0, 1
     for offset, size, at, length in zip(
         reversed(region.offsets),
@@ -159,7 +159,7 @@ def in_order(reads: list[Read]) -> list[Read]:
     """Return the reads in the order of the tensors in the files, with all files read in parallel.
 
     The reads are divided into windows of ``WINDOW_SIZE_BYTES``. Within a window, neighbours in a file stay neighbours.
-    So the parts of one target from several files are read while they are in the processor's cache, and the disk reads
+    So the parts of one target from several files are read while the target is in the processor's cache. The disk reads
     ahead in several files at once.
     """
 

@@ -67,9 +67,10 @@ class KeptBox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The description of a slot: the state of ``rank`` after ``step`` updates. ``values`` and ``local`` are JSON.
+    """The description of a slot: the state of ``rank`` after ``step`` updates.
 
-    ``amended``: the state includes the changes that the script made after the block of the previous step.
+    ``values`` (common) and ``local`` (of this rank) are plain values as JSON. ``amended``: the state includes the
+    changes that the script made after the block of the previous step.
     """
 
     step: int
@@ -163,7 +164,7 @@ class Slots:
         return tuple(sorted(found.step for found in self._marked() if found.whole or not whole))
 
     def newest(self, *, whole: bool = False) -> Marked | None:
-        """Return the marker of the newest state, if any. ``whole``: skip states that the script may still change."""
+        """Return the marker of the newest state, or None. ``whole``: skip states that the script may still change."""
         return max((found for found in self._marked() if found.whole or not whole), default=None)
 
     def _marked(self) -> list[Marked]:
@@ -179,10 +180,10 @@ class Slots:
         *,
         amended: bool = False,
     ) -> int:
-        """Copy the state after ``step`` updates into the slot with the older state. Return the bytes of its boxes.
+        """Copy the state after ``step`` updates into the slot with the older state. Return the state's size in bytes.
 
-        ``values`` (of all ranks) and ``local`` (of this rank) are plain values as JSON. ``amended``: see
-        :class:`Description`.
+        ``values`` (common) and ``local`` (of this rank) are plain values as JSON. ``amended``: the state includes the
+        changes that the script made after the block of the previous step.
 
         Raises:
             StateError: shared memory is full.
@@ -455,7 +456,7 @@ def marker_of(step: int, start: int, description: bytes) -> bytes:
 
 
 def is_sound(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
-    """Return True if these words are a valid marker."""
+    """Return True if ``words`` are a valid marker of a slot or log entry."""
     return len(words) == _WORDS and int(words[0]) == MAGIC and int(words[5]) == _own_digest(words)
 
 

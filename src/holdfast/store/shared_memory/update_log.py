@@ -46,7 +46,7 @@ _PAGE = 4096
 
 
 class Gradient(NamedTuple):
-    """One local gradient: its bytes in C order."""
+    """One local gradient of a rank; ``data`` are its bytes in C order."""
 
     name: str
     dtype: str
@@ -97,7 +97,7 @@ class UpdateLog:
         self._size_bytes = 0  # of an entry
 
     def append(self, update: Update) -> int:
-        """Copy an update into the ring, in place of the oldest one. Return its size in bytes.
+        """Copy an update into the ring, in place of the oldest update. Return the size of the copy in bytes.
 
         Raises:
             StateError: shared memory has too little room.
@@ -262,7 +262,7 @@ def _marked_step(marker: bytes) -> int | None:
 
 
 def _places(update: Update) -> tuple[_LogEntry, int]:
-    """Return the description of an entry, with the offsets but not the digests of the gradients, and the end offset."""
+    """Return an entry's description with the offsets of the gradients, without digests, and the end of the last one."""
     places: list[_RecordPlace] = []
     end = ALIGNMENT
     for name, dtype, shape, data in update.gradients:

@@ -145,7 +145,7 @@ class Pool(Closes):
         """Return an empty pool.
 
         Args:
-            pin: function that makes memory fast to copy into. It is called with the whole memory each time that is
+            pin: function that makes memory fast to copy into. It is called with the whole pool each time the pool is
                 mapped.
         """
         return cls(os.memfd_create("holdfast-pool"), pin)
@@ -156,7 +156,7 @@ class Pool(Closes):
         return 0 if self._map is None else len(self._map)
 
     def memory(self, size_bytes: int) -> memoryview:
-        """Return the shared memory, grown to at least ``size_bytes``. Views from earlier calls may be invalid then.
+        """Return the shared memory, grown to at least ``size_bytes``. Growing makes views from earlier calls invalid.
 
         Raises:
             StoreWriteError: the host does not have that much memory.

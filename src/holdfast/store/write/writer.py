@@ -316,7 +316,7 @@ class _Share:
     def _beside(self, spans: Sequence[_Span], first: int, run: ByteRun, put: Put) -> list[str]:
         """Write all data of a file in growing blocks, and hash it in another thread. Return the digests in order.
 
-        One large write keeps the disk busy. After many small ones the writer waits for a processor each time. Each
+        One large write keeps the disk busy. After each of many small writes the writer would wait for a processor. A
         block is hashed after it was written, the last one while it is written.
         """
 
