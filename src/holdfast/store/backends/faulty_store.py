@@ -73,7 +73,7 @@ class FaultyAttempt(Closes):
         self._held = False
 
     def close(self) -> None:
-        """End the protection of :meth:`hold`."""
+        """End the protection from removal that :meth:`hold` began."""
         if self._held:
             self._store.held[self._name] -= 1
             self._held = False

@@ -91,7 +91,7 @@ class Attempt(Closes, Protocol):
     """The files of one attempt (a save of one step).
 
     The argument ``owner`` of its methods is a text that differs between the processes that write one file name.
-    ``close`` ends the protection of ``hold``.
+    ``close`` ends the protection that ``hold`` began.
     """
 
     @property

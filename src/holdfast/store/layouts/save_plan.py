@@ -7,8 +7,8 @@ because they leave the least choice. Laid end to end, the stretches run ``copies
 end they continue at its start). So they cover every byte ``copies`` times, and no stretch contains a byte twice. The
 ends of a stretch are moved to offsets at which a box may be cut. These are the borders between rows of its first
 dimension longer than 1, so that every part of a box is one contiguous byte range. All of this is arithmetic on grids
-and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` of a periodic
-checkpoint are all ranks, those of a last-gasp checkpoint the living ranks.
+and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` are all
+ranks for a periodic checkpoint, and the living ranks for a last-gasp checkpoint.
 
 Invariants:
 1. The plan is a pure function of (catalogue, sources, copies): integers only, ties broken by name and rank.
@@ -334,7 +334,7 @@ def _steps(box: Box, size_bytes: int) -> tuple[int, int]:
 
 
 def _slab(box: Box, size_bytes: int, low: int, high: int) -> Box:
-    """Return the bytes ``low`` to ``high`` of a box as a box. Both offsets are borders of rows."""
+    """Return the bytes ``low`` to ``high`` of a box as a box. Both offsets lie between two rows."""
     if (low, high) == (0, size_bytes):
         return box
     axis = _axis(box)

@@ -131,7 +131,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _regular(self) -> bool:
-        """True if all cells are parts of the same cuts: distinct cells are then distinct boxes, or empty ones."""
+        """True if all cells are parts of the same cuts: distinct cells then give distinct or empty boxes."""
         parts = self._steps[..., 0]
         return bool((parts == parts[:, :, :1]).all())
 

@@ -2,7 +2,7 @@
 
 Theory. Most plain values are the same on all ranks. But optimizer state is named by the parameters that a rank holds,
 and these differ between pipeline stages. So a rank loads first from the rank that held most of its tensors in the
-checkpoint. Of several such ranks it prefers the one with its own number. Further ranks follow for the remaining
+checkpoint. Of several such ranks it prefers the rank of the same number. Further ranks follow for the remaining
 tensors. If the job has as many stages as when it saved, one rank is enough. With fewer stages several ranks are needed.
 """
 

@@ -113,7 +113,7 @@ class Root:
         self._store = open_store(self.path)
 
     def names(self, run: str | None = None) -> list[str]:
-        """Return the names of all attempts (or those of ``run``), newest first; empty if the root does not exist.
+        """Return the names of all attempts (or only of ``run``), newest first; empty if the root does not exist.
 
         Raises:
             CheckpointInvalid: the root cannot be read.

@@ -20,7 +20,7 @@ from holdfast.store.format import manifest as form
 from holdfast.store.read.load import load_values
 
 ANCESTORS_MAX = 64
-"""Largest number of recorded ancestors. The checkpoints of older ancestors were pruned long ago, or are not touched."""
+"""Largest number of recorded ancestors. Checkpoints of older ancestors were pruned long ago, or are never pruned."""
 
 
 class Lineage(msgspec.Struct, frozen=True):

@@ -2,9 +2,9 @@
 
 Theory. Each rank of a pipeline stage has coordinates in the device matrix of the stage. The coordinates along the axes
 that cut a dimension give the index of the rank's part in that dimension. Ranks with the same indices in all dimensions
-hold copies. Optimizer parallelism cuts these copies again along the first dimension: of the copies, ordered by rank,
-each ``optimizer_parts`` consecutive ones hold one part each. The lengths of the parts are those of the slices. For
-uneven parts the strategy file gives the lengths (``rows``).
+hold copies. Optimizer parallelism cuts these copies again along the first dimension: of the ranks with copies, in
+ascending order, each ``optimizer_parts`` consecutive ranks hold one part each. The length of a part is the length of
+its slice. For uneven parts the strategy file gives the lengths (``rows``).
 
 Invariants:
 1. Parts of different index never overlap, and all parts together are the tensor.
@@ -38,7 +38,7 @@ class Division(NamedTuple):
 
 
 class PlacedSlices(NamedTuple):
-    """The shape of a tensor and its boxes, each with those ranks of the stage that have the box in a file."""
+    """The shape of a tensor and its boxes, each with the ranks of the stage that have a file with this box."""
 
     shape: Shape
     holders: dict[Box, tuple[int, ...]]

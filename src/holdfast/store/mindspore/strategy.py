@@ -39,7 +39,7 @@ STAGE_MAX = 2**16
 NUMBERS_MAX = 2**22
 """Largest count of numbers in the lists of one file. One byte in the file becomes an object of at least eight bytes."""
 WHOLE_GROUP = -1
-"""Value of ``optimizer_parts`` for as many parts as ranks that would otherwise hold copies."""
+"""Value of ``optimizer_parts``: all ranks that would hold copies hold different parts."""
 _OF_A_STAGE = re.compile(r"(\d{1,6})-(.+)", re.DOTALL)
 _HINT = "name the file of strategy_ckpt_save_file, the merged one, or the directory with those of all ranks"
 

@@ -55,7 +55,7 @@ class Gradient(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The inputs of the update of one step. ``settings`` are those of the parameter groups, as JSON."""
+    """The inputs of the update of one step: the gradients, and the ``settings`` of the parameter groups as JSON."""
 
     step: int
     settings: bytes
@@ -172,7 +172,7 @@ def log_path(directory: Path, rank: int) -> Path:
 
 
 def reachable(directory: Path, rank: int, states: Sequence[int]) -> tuple[int, ...]:
-    """Return the steps, ascending, whose states of ``rank`` can be computed from those of the steps ``states``.
+    """Return the steps, ascending, whose states of ``rank`` the log can compute from states of the steps ``states``.
 
     Only the markers of the update log are read, and no data is verified.
     """
@@ -262,7 +262,7 @@ def _marked_step(marker: bytes) -> int | None:
 
 
 def _places(update: Update) -> tuple[_LogEntry, int]:
-    """Return an entry's description with the offsets of the gradients, without digests, and the end of the last one."""
+    """Return an entry's description (offsets of the gradients, no digests), and the end offset of the last gradient."""
     places: list[_RecordPlace] = []
     end = ALIGNMENT
     for name, dtype, shape, data in update.gradients:

@@ -1,4 +1,4 @@
-"""Saves in the background: copy the share into shared memory, release the step, let another process write it.
+"""Saves in the background: a copy of the share in shared memory, which another process writes during the training.
 
 Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is reused,
 since a copy into fresh pages costs several times as much. The writer process gets its order before the copy and begins
@@ -267,7 +267,7 @@ class BackgroundSaver(Closes):
     ) -> Staged:
         """Copy this rank's share into shared memory for the writer process, and return when all of it is copied.
 
-        If the previous save is in progress, the call first waits for its end. The arguments are those of
+        If the previous save is in progress, the call first waits for its end. The arguments are as in
         :func:`write_share`.
 
         Raises:

@@ -155,7 +155,7 @@ def _put_share(
     common: msgspec.Raw,
     own: dict[str, msgspec.Raw],
 ) -> tuple[int, tuple[str, ...]]:
-    """Write the catalogue, shards and manifest of a share, with copies, or compare them with those that exist.
+    """Write the catalogue, shards and manifest of a share, with copies, or compare them with existing files.
 
     Returns: size in bytes, and names of the share's files.
     """
@@ -212,7 +212,7 @@ def _seal(directory: Attempt, owner: str) -> bool:
 
 
 class _Share:
-    """The shard files of one rank, to be written or only measured."""
+    """The shard files of one rank, to be written or only hashed."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class _Share:
         return files, records
 
     def measure(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
-        """Return the same entries as :meth:`write`, from the bytes in memory, without writing."""
+        """Return the same entries as :meth:`write`, from a hash of the bytes in memory, without writing."""
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
