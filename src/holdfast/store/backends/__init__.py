@@ -1,1 +1,1 @@
-"""The places of checkpoints, behind ``interfaces``: a directory, a bucket, or memory with injected faults."""
+"""The kinds of store for checkpoints: a directory, an S3 bucket, or memory with injected faults for tests."""

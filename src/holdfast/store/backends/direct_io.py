@@ -1,13 +1,15 @@
-"""Writes past the page cache, so that a save in the background costs the training neither processor nor memory.
+"""Writes past the page cache, so that a background save takes little processor time and memory from the training.
 
-Theory. A buffered write copies into the page cache and waits there for the dirty pages of all processes. On a busy
-machine that is most of the time. With O_DIRECT the disk reads from the memory of this process. That needs alignment.
-Data that has the same alignment in memory as in the file is written from its place. Other data passes through one small
-aligned buffer. The remainder at the end is written with padding, and the file is then cut to size.
+Theory. A buffered write copies the data into the page cache, and waits there for the dirty pages of all processes. On a
+busy machine this wait is most of the time. With O_DIRECT the disk reads from the memory of this process. The memory
+address, the file offset and the length must then be multiples of 4096 bytes. Data with such an address and offset is
+written directly from its memory. Other data is copied through one small aligned buffer. The last write is padded to
+4096 bytes, and the file is then truncated to its size.
 
 Invariants:
-1. After :meth:`DirectFile.finish` the file holds exactly the bytes that were put, in order.
-2. Writes are buffered on a file system without O_DIRECT, or without its own disk (network, memory).
+1. After :meth:`DirectFile.finish` the file holds exactly the bytes given to :meth:`DirectFile.put`, in the order of the
+   calls.
+2. Writes use the page cache on a file system without O_DIRECT, or without a disk of its own (network, memory).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def _address(data: memoryview) -> int:
 
 
 class DirectFile:
-    """A writer of consecutive bytes into the file of ``fd``. It is buffered if direct writing is not available."""
+    """A writer of consecutive bytes into an open file, past the page cache if the file system allows it."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd = fd
@@ -43,7 +45,7 @@ class DirectFile:
         self.direct = os.major(os.fstat(fd).st_dev) != 0 and self._switch(on=True)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Write ``data``, which follows the bytes of the previous call.
+        """Write ``data`` at ``offset``, which must be the end of the data of the previous call.
 
         Raises:
             StoreWriteError: disk full, limit reached, input/output error.
@@ -70,10 +72,10 @@ class DirectFile:
                 self._flush(BUFFER_SIZE_BYTES)
 
     def finish(self) -> None:
-        """Write the remaining bytes, and give the file its size.
+        """Write the bytes that are still in the buffer, and truncate the file to its real size.
 
         Raises:
-            StoreWriteError: as :meth:`put`.
+            StoreWriteError: disk full, limit reached, input/output error.
         """
         if self._held:
             size_bytes = self._offset + self._held
@@ -96,7 +98,7 @@ class DirectFile:
                     if error.errno != errno.EINVAL or not self.direct:
                         raise
                     self.direct = not self._switch(on=False)  # the disk needs a stricter alignment
-                # A short write (full disk, limit): the buffered write of the rest raises the reason.
+                # After a short write (full disk, limit), the buffered write of the rest raises the reason.
                 if done % _ALIGNMENT:
                     self.direct = not self._switch(on=False)
 

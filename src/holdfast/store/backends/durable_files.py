@@ -1,15 +1,18 @@
 """Directories of a checkpoint: durable writes, and reads that never leave the directory.
 
 Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the directory.
-Files that are published together share these waits for the disk: all contents first, then all renames in order, then
-the directory. All access uses the descriptor of the opened directory and names without a slash, and no symbolic link is
-followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
+Files that are published together share the waits for the disk. First the contents of all files are synced, then the
+files are renamed in their order, then the directory is synced. All access uses the descriptor of the opened directory
+and names without a slash. No symbolic link is followed below the directory. So a hostile manifest or a swapped link
+cannot lead to a file outside of the directory.
 
 Invariants:
 1. A name that does not start with a dot exists only with its complete, durable content.
-2. Files are 0600 and directories 0700, also the root if it is made here. Files for other programs follow the umask.
-3. ``OSError`` never leaves this module's public functions. A write raises :class:`StoreWriteError`. A read raises
-   :class:`CheckpointInvalid`, or :class:`StoreUnreachable` if the error says nothing about the file. All name the path.
+2. Files have mode 0600 and directories 0700, including a root that this module makes. Files for other programs follow
+   the umask.
+3. Public functions convert ``OSError``, except :func:`make_root` and :func:`sync_directory`. A write raises
+   :class:`StoreWriteError`. A read raises :class:`CheckpointInvalid`, or :class:`StoreUnreachable` if the error says
+   nothing about the file. All errors name the path.
 """
 
 from __future__ import annotations
@@ -59,17 +62,17 @@ _AWAY = frozenset({
     errno.ENETUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.ETIMEDOUT,
     errno.EKEYEXPIRED, errno.ENOKEY,
 })  # fmt: skip
-"""Error numbers that mean that this machine, or the one whose file system is mounted, cannot read now.
+"""Error numbers of a machine (this one or a file server) that cannot read now, whatever the file contains.
 
-EIO is not among them, because a bad block gives it.
+EIO is not among them, because a bad block of the disk also gives EIO.
 """
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Error numbers of file systems without hard links (FAT, many that are mounted from an object store)."""
+"""Error numbers of file systems without hard links (FAT, many mounted object stores)."""
 
 
 @contextlib.contextmanager
 def writing(path: Place | str) -> Iterator[None]:
-    """Turn ``OSError`` into :class:`StoreWriteError` about ``path``."""
+    """Convert an ``OSError`` in the ``with`` block into a :class:`StoreWriteError` that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -81,9 +84,10 @@ def writing(path: Place | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Place | str) -> Iterator[None]:
-    """Turn ``OSError`` into :class:`CheckpointInvalid` about ``path``, or into :class:`StoreUnreachable`.
+    """Convert an ``OSError`` in the ``with`` block into an error that names ``path``.
 
-    The latter is for errors that say nothing about the file.
+    It is :class:`StoreDenied` without the right to read, :class:`StoreUnreachable` if a machine cannot read now, and
+    otherwise :class:`CheckpointInvalid`.
     """
     try:
         yield
@@ -103,10 +107,10 @@ def reading(path: Place | str) -> Iterator[None]:
 
 
 def mode_of(path: Path) -> int | None:
-    """Return kind and permissions of a path; None: nothing is there.
+    """Return the mode of a path (file type and permissions, as in ``st_mode``); None if nothing exists there.
 
     Raises:
-        CheckpointInvalid, StoreUnreachable: as :func:`reading`.
+        CheckpointInvalid, StoreUnreachable: the path cannot be examined.
     """
     with reading(path):
         try:
@@ -116,7 +120,7 @@ def mode_of(path: Path) -> int | None:
 
 
 def _whose(path: Path) -> str:
-    """Return the user of this process, and the owner of the file or of the directory that hides it, as text."""
+    """Return text with the user id of this process, and the owner and mode of ``path`` or its nearest known parent."""
     asks = f"this process runs as uid {os.geteuid()}"
     for there in (path.absolute(), *path.absolute().parents):
         with contextlib.suppress(OSError):
@@ -127,7 +131,7 @@ def _whose(path: Path) -> str:
 
 
 class _New(NamedTuple):
-    """A file that was written and is not published yet."""
+    """A file that was written under the temporary name ``hidden`` and is not published as ``name`` yet."""
 
     hidden: str
     name: str
@@ -136,17 +140,17 @@ class _New(NamedTuple):
 
 
 class Directory(Closes):
-    """An opened directory (a context manager). Names are plain file names inside it."""
+    """An opened directory (a context manager). Its methods take plain file names inside the directory."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
         self._new: list[_New] = []
-        self._settled = True  # its own name is durable in its parent, as far as this object knows
+        self._settled = True  # False: the name of this directory may not be durable in its parent
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Open an existing directory. A symbolic link as last component is refused.
+        """Open an existing directory. A path whose last component is a symbolic link is refused.
 
         Raises:
             CheckpointInvalid: the path does not exist, or is no directory.
@@ -156,7 +160,7 @@ class Directory(Closes):
 
     @classmethod
     def make(cls, root: Path | str, name: str) -> Self:
-        """Open ``root/name``. Make it and ``root`` if they are missing; :meth:`sync` makes that durable.
+        """Open the directory ``root/name``. Missing directories are made, and :meth:`sync` makes ``root/name`` durable.
 
         Raises:
             StoreWriteError: a directory cannot be made.
@@ -168,21 +172,22 @@ class Directory(Closes):
                 os.mkdir(root / name, 0o700)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             made = cls(root / name, os.open(root / name, flags))
-        made._settled = False  # the process that made it may have died before the sync
+        made._settled = False  # the process that made the directory may have died before its sync
         return made
 
     def close(self) -> None:
-        """Close the descriptor, and drop files that were not published. A second call is harmless."""
+        """Close the descriptor, and remove temporary files that were not published. A second call is harmless."""
         if self.fd >= 0:
             self._drop(self._new)
             os.close(self.fd)
             self.fd = -1
 
     def lock(self, *, shared: bool) -> bool:
-        """Mark the directory as being read (shared) or about to be removed. Return False when that is impossible now.
+        """Lock the directory, without waiting. Return False if another process holds a conflicting lock.
 
-        The mark is an advisory lock of this descriptor and ends with it. On a file system without locks, a reader
-        always succeeds and a remover never does.
+        ``shared`` is True for a process that reads or writes the directory, and False for one that will remove it. The
+        lock is an advisory lock of this descriptor and ends with it. On a file system without locks, a shared lock
+        always succeeds and an exclusive lock never does.
         """
         try:
             fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -193,7 +198,7 @@ class Directory(Closes):
         return True
 
     def names(self) -> list[str]:
-        """Return the names of all entries, sorted, without temporary files.
+        """Return the names of all entries of the directory, sorted, without temporary files.
 
         Raises:
             CheckpointInvalid: the directory cannot be read.
@@ -202,7 +207,7 @@ class Directory(Closes):
             return sorted(name for name in os.listdir(self.fd) if not name.startswith("."))
 
     def exists(self, name: str) -> bool:
-        """Return True when an entry of this name exists (of whatever kind)."""
+        """Return True if the directory has an entry of this name: a file, a directory or a link."""
         with reading(self.path / name):
             try:
                 os.stat(checked_name(name), dir_fd=self.fd, follow_symlinks=False)
@@ -211,7 +216,7 @@ class Directory(Closes):
             return True
 
     def open_read(self, name: str) -> tuple[int, int]:
-        """Return descriptor (the caller closes it) and size in bytes of a regular file.
+        """Open a regular file for reading. Return its descriptor, which the caller closes, and its size in bytes.
 
         Raises:
             CheckpointInvalid: the file is missing, a symbolic link, or no regular file.
@@ -226,10 +231,10 @@ class Directory(Closes):
         return fd, status.st_size
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
-        """Return the content of a file.
+        """Return the content of a file of the directory.
 
         Raises:
-            CheckpointInvalid: as :meth:`open_read`, or larger than ``size_bytes_max``.
+            CheckpointInvalid: the file is missing, no regular file, or larger than ``size_bytes_max``.
         """
         fd, total = self.open_read(name)
         try:
@@ -242,14 +247,15 @@ class Directory(Closes):
             os.close(fd)
 
     def write(self, name: str, data: bytes, owner: str, *, later: bool = False, mode: int = PRIVATE) -> None:
-        """Write a file that appears whole and durable. The directory is also synced.
+        """Write a file, which appears under its name only when it is complete and durable.
 
         Args:
             name: name of the file.
             data: its content.
-            owner: makes the name of the temporary file unique.
-            later: publish it only in :meth:`publish`, together with others.
-            mode: permissions, less the umask.
+            owner: text that makes the name of the temporary file unique.
+            later: False: also sync the directory. True: the file appears at the next :meth:`publish`, together with
+                others.
+            mode: permissions of the file, reduced by the umask.
 
         Raises:
             StoreWriteError: the file cannot be written; nothing visible has changed.
@@ -265,14 +271,14 @@ class Directory(Closes):
     ) -> Iterator[int]:
         """Yield the descriptor of a new temporary file.
 
-        It becomes ``name``, durable, when the block ends without an error.
+        When the ``with`` block ends without an error, the file is synced and renamed to ``name``.
 
         Args:
-            name: name of the file.
-            owner: makes the name of the temporary file unique.
-            later: publish it only in :meth:`publish`, together with others.
-            replace: replace an existing file of this name; otherwise that is an error.
-            mode: permissions, less the umask.
+            name: final name of the file.
+            owner: text that makes the name of the temporary file unique.
+            later: True: the file is synced and renamed at the next :meth:`publish`, together with others.
+            replace: True: replace an existing file of this name. False: an existing file is an error.
+            mode: permissions of the file, reduced by the umask.
 
         Raises:
             StoreWriteError: the file cannot be written. The temporary file is then removed.
@@ -291,7 +297,7 @@ class Directory(Closes):
             self.publish()
 
     def publish(self) -> None:
-        """Make the contents of all new files durable, then rename them in the order in which they were made.
+        """Make the contents of all new files durable, then rename the files in the order in which they were made.
 
         Raises:
             StoreWriteError: a file cannot be written. The files that have not been renamed are then removed.
@@ -310,10 +316,10 @@ class Directory(Closes):
             raise
 
     def sync(self) -> None:
-        """Publish the new files, and make all names durable.
+        """Publish the new files, and make all file names of the directory durable.
 
         Raises:
-            StoreWriteError: the file system refused.
+            StoreWriteError: a file or the directory cannot be synced.
         """
         self.publish()
         with writing(self.path):
@@ -328,10 +334,12 @@ class Directory(Closes):
         os.rename(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def _link(self, new: _New) -> bool:
-        """Link a file to its name. Return False if links are impossible and the name is free, so that a rename is safe.
+        """Give a temporary file its name by a hard link. Return False if the file system has no hard links.
+
+        False also means that no file has the name, so that a rename replaces nothing.
 
         Raises:
-            FileExistsError: the name exists.
+            FileExistsError: a file of this name exists.
         """
         try:
             os.link(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -346,7 +354,7 @@ class Directory(Closes):
         return True
 
     def _drop(self, files: list[_New]) -> None:
-        """Remove files that did not appear."""
+        """Close new files that have not been renamed, and remove them."""
         for new in files:
             with contextlib.suppress(OSError):  # an error in progress matters more
                 os.unlink(new.hidden, dir_fd=self.fd)
@@ -355,20 +363,20 @@ class Directory(Closes):
 
 
 def make_root(path: Path) -> None:
-    """Make a private root (mode 0700) if it is missing. ``OSError`` is not converted.
+    """Make the root directory of checkpoints with mode 0700, if it is missing. ``OSError`` is not converted.
 
-    Directories above it may serve other purposes, too: they follow the umask, as from ``mkdir -p -m 0700``.
+    Missing parents of the root follow the umask, as with ``mkdir -p -m 0700``, because they may serve other purposes.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def new_owner(what: str) -> str:
-    """Return a name that no other process has, for temporary files of a command that may run several times at once."""
+    """Return ``what`` with a random suffix: a unique text for the names of the temporary files of one command."""
     return f"{what}-{secrets.token_hex(8)}"
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory by path (fsync). ``OSError`` is not converted."""
+    """Make the names in the directory ``path`` durable (fsync). ``OSError`` is not converted."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -377,7 +385,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_at(fd: int, offset: int, data: memoryview, path: Path) -> None:
-    """Write all of ``data`` at ``offset``, and make the disk begin with it.
+    """Write all of ``data`` at ``offset`` of an open file, and start its transfer to the disk.
 
     Raises:
         StoreWriteError: disk full, limit reached, input/output error.
@@ -386,13 +394,13 @@ def write_at(fd: int, offset: int, data: memoryview, path: Path) -> None:
         done = 0
         while done < len(data):
             done += os.pwrite(fd, data[done:], offset + done)
-        # This call does not drop dirty pages but starts their transfer: the disk then works while the next extent is
-        # copied, not only in fsync.
+        # For dirty pages this call only starts their transfer to the disk. The disk then works while the next extent is
+        # copied, and not only in fsync.
         os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
 
 
 def read_at(fd: int, offset: int, buffers: list[memoryview], path: Path) -> None:
-    """Fill ``buffers`` one after the other from ``offset`` on.
+    """Fill ``buffers``, one after the other, with the bytes of an open file from ``offset`` on.
 
     Raises:
         CheckpointInvalid: the file ends too early, or an input/output error.
@@ -412,13 +420,13 @@ def read_at(fd: int, offset: int, buffers: list[memoryview], path: Path) -> None
 
 
 def checked_name(name: str) -> str:
-    """Return ``name`` if it is a plain name inside a directory and printable.
+    """Return ``name`` if it is a printable file name without a slash.
 
     Raises:
-        StoreError: ``name`` is no such name.
+        StoreError: ``name`` is empty, ``.``, ``..``, too long, unprintable, or has a slash.
     """
     leads = not name or "/" in name or name in (".", "..")
-    # Unprintable characters may control a terminal, or are no text: a surrogate cannot be encoded.
+    # Unprintable characters may control a terminal. Surrogates are also unprintable, and cannot be encoded.
     if leads or not name.isprintable() or len(name.encode()) > NAME_SIZE_BYTES_MAX:
         raise StoreError(
             f"{name!r} is not a file name", hint="write a plain name, without control characters"

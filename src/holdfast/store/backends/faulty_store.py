@@ -1,8 +1,9 @@
-"""Attempts in the memory of this process, with injected faults: for tests, also those of other projects.
+"""A store of checkpoints in the memory of this process, with injected faults, for tests (also of other projects).
 
-``FaultyStore("name", ...)`` is found under ``faulty://name`` while it is referenced. Faults come at counted writes
-(each piece written to a file, each file that appears, each sync is one), so that a test can try every one of them.
-After a power loss, a seed decides which unsynced files are kept.
+The URL ``faulty://name`` finds the object ``FaultyStore("name", ...)`` as long as a test keeps a reference to it. Each
+piece written to a file, each file that appears and each sync is counted as one write. A test names the numbers of the
+writes that fail, and so can try a fault at every write. In a simulated power loss, a seeded random generator chooses
+the unsynced files that are kept.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _STORES: WeakValueDictionary[str, FaultyStore] = WeakValueDictionary()
 
 
 def faulty_store(place: Url) -> FaultyStore:
-    """Return the store under this URL.
+    """Return the :class:`FaultyStore` of this process that a ``faulty://`` URL names.
 
     Raises:
-        UsageError: there is none in this process.
+        UsageError: this process has no store of this name.
     """
     store = _STORES.get(place.parts[0])
     if store is None or len(place.parts) != 1:
@@ -39,7 +40,7 @@ def faulty_store(place: Url) -> FaultyStore:
 
 
 class FaultyFile(Closes):
-    """A :class:`SourceFile` in memory."""
+    """A file of a :class:`FaultyStore`, opened for reading."""
 
     def __init__(self, path: Url, data: bytes) -> None:
         self.path = path
@@ -47,7 +48,7 @@ class FaultyFile(Closes):
         self._data = data
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
-        """Implement :meth:`SourceFile.read_at`."""
+        """Fill the buffers, one after the other, with the bytes of the file from ``offset`` on."""
         for buffer in buffers:
             piece = self._data[offset : offset + len(buffer)]
             if len(piece) < len(buffer):
@@ -60,7 +61,7 @@ class FaultyFile(Closes):
 
 
 class FaultyAttempt(Closes):
-    """An :class:`Attempt` in memory."""
+    """The files of one attempt (a save of one step) in a :class:`FaultyStore`."""
 
     in_order = False
     parallel = 1
@@ -72,46 +73,46 @@ class FaultyAttempt(Closes):
         self._held = False
 
     def close(self) -> None:
-        """Implement :meth:`Attempt.close`."""
+        """End the protection from removal that :meth:`hold` began."""
         if self._held:
             self._store.held[self._name] -= 1
             self._held = False
 
     def hold(self) -> bool:
-        """Implement :meth:`Attempt.hold`."""
+        """Protect the attempt from removal until it is closed. Return False if it is already removed."""
         if not self._held:
             self._store.held[self._name] = self._store.held.get(self._name, 0) + 1
             self._held = True
         return self._name in self._store.files
 
     def names(self) -> list[str]:
-        """Implement :meth:`Attempt.names`."""
+        """Return the names of all files of the attempt, sorted."""
         return sorted(self._files())
 
     def exists(self, name: str) -> bool:
-        """Implement :meth:`Attempt.exists`."""
+        """Return True if the attempt has a file of this name."""
         return checked_name(name) in self._files()
 
     def open_file(self, name: str) -> FaultyFile:
-        """Implement :meth:`Attempt.open_file`."""
+        """Open a file of the attempt for reading."""
         data = self._files().get(checked_name(name))
         if data is None:
             raise CheckpointInvalid(f"{self.path / name}: does not exist")
         return FaultyFile(self.path / name, data)
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
-        """Implement :meth:`Attempt.read`."""
+        """Return the content of a file of at most ``size_bytes_max`` bytes."""
         return read_whole(self.open_file(name), size_bytes_max)
 
     def write(self, name: str, data: bytes, owner: str, *, later: bool = False) -> None:
-        """Implement :meth:`Attempt.write`. ``later``: without the sync."""
+        """Write a file, and then sync the attempt unless ``later`` is True. An existing file is replaced."""
         with self.new_file(name, owner, size_bytes=len(data)) as put:
             put(0, memoryview(data))
         if not later:
             self.sync()
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
-        """Implement :meth:`Attempt.create`."""
+        """Write a file unless one of this name exists. Return False if it exists."""
         if self.exists(name):
             return False
         self.write(name, data, owner, later=later)
@@ -119,7 +120,7 @@ class FaultyAttempt(Closes):
 
     @contextlib.contextmanager
     def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
-        """Implement :meth:`Attempt.new_file`."""
+        """Yield a function that writes bytes at an offset of a new file. The file appears after the ``with`` block."""
         content = bytearray(size_bytes)
         path = self.path / checked_name(name)
 
@@ -135,7 +136,7 @@ class FaultyAttempt(Closes):
         """Do nothing: new files appear at once."""
 
     def sync(self) -> None:
-        """Implement :meth:`Attempt.sync`."""
+        """Make all files of the attempt survive :meth:`FaultyStore.lose_power`."""
         self._store.spend(self.path)
         self._store.durable[self._name] = dict(self._files())
 
@@ -151,11 +152,11 @@ class FaultyStore:
 
     Args:
         name: name of the store, found under ``faulty://<name>``. Of several stores with one name, the newest is found.
-        fails: error number by write, counted from 1: ``{7: errno.EIO}``.
-        room_size_bytes: capacity of the store. Writes beyond it fail (ENOSPC).
+        fails: error number of each write that fails, by the number of the write (from 1): ``{7: errno.EIO}``.
+        room_size_bytes: capacity of the store in bytes; None: no limit. Writes beyond it fail (ENOSPC).
         read_only: True makes all writes fail (EACCES).
-        delay_s: duration of each write.
-        seed: seed of the choice of files that :meth:`lose_power` keeps.
+        delay_s: duration of each write in seconds.
+        seed: seed of the random choice of the files that :meth:`lose_power` keeps.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class FaultyStore:
         _STORES[name] = self
 
     def lose_power(self) -> None:
-        """Simulate a power loss: each unsynced file may be kept or lost."""
+        """Simulate a power loss: at random, each unsynced file keeps its content or gets its last synced content."""
         for name, files in self.files.items():
             kept = self.durable.get(name, {})
             lost = {n: d for n, d in files.items() if kept.get(n) != d and self._random.random() < 0.5}
@@ -191,10 +192,10 @@ class FaultyStore:
             self.durable[name] = dict(self.files[name])
 
     def spend(self, path: Url, size_bytes: int = 0) -> None:
-        """Count one write of ``size_bytes`` bytes.
+        """Count one write of ``size_bytes`` bytes, and raise an error if a fault is set for it.
 
         Raises:
-            StoreWriteError: this write is to fail.
+            StoreWriteError: this write is set to fail; the error names ``path``.
         """
         with self._lock:
             self.writes += 1
@@ -212,28 +213,28 @@ class FaultyStore:
                 raise OSError(number, os.strerror(number))
 
     def names(self) -> list[str]:
-        """Implement :meth:`Store.names`."""
+        """Return the names of all attempts of the store."""
         return list(self.files)
 
     def open(self, name: str) -> FaultyAttempt:
-        """Implement :meth:`Store.open`."""
+        """Open an existing attempt."""
         if name not in self.files:
             raise CheckpointInvalid(f"{self.path / name}: does not exist")
         return FaultyAttempt(self, name)
 
     def create(self, name: str) -> FaultyAttempt:
-        """Implement :meth:`Store.create`."""
+        """Open an attempt, and make it if it is missing. This counts as one write."""
         self.spend(self.path / name)
         self.files.setdefault(name, {})
         self.durable.setdefault(name, {})
         return FaultyAttempt(self, name)
 
     def age_s(self, name: str) -> float:
-        """Implement :meth:`Store.age_s`: all attempts are old."""
+        """Return infinity as the age of an attempt in seconds: every attempt counts as old."""
         return float("inf")
 
     def remove(self, name: str) -> bool:
-        """Implement :meth:`Store.remove`."""
+        """Remove an attempt. Return False if it is missing or in use."""
         if name not in self.files or self.held.get(name, 0):
             return False
         self.spend(self.path / name)
@@ -241,8 +242,8 @@ class FaultyStore:
         return True
 
     def sweep(self) -> None:
-        """Do nothing: no removal has two steps."""
+        """Do nothing: a removal in memory cannot be interrupted."""
 
     def probe(self) -> None:
-        """Implement :meth:`Store.probe`."""
+        """Test whether the store can be written: this counts as one write, and may fail like any other."""
         self.spend(self.path)

@@ -1,15 +1,16 @@
-"""The interface of a place that holds checkpoints: a directory, a bucket, or memory.
+"""The interface of every store of checkpoints: a directory, a bucket, or memory.
 
 Theory. A :class:`Store` holds attempts (saves of one step), an :class:`Attempt` holds files with plain names. A file
-becomes visible whole or not at all, and does not change after that. A file system and an object store have nothing else
-in common. So there is no rename, lock or append here, only the operations of saving, judging, loading and pruning.
+becomes visible whole or not at all, and is not changed in place after that. A file system and an object store have
+nothing else in common. So there is no rename, lock or append here, only the operations of saving, validating, loading
+and pruning.
 
 Invariants of every store:
-1. After :meth:`Attempt.write`, :meth:`Attempt.create` (not ``later``) and :meth:`Attempt.sync` returned, their files
+1. When :meth:`Attempt.write`, :meth:`Attempt.create` (not ``later``) or :meth:`Attempt.sync` has returned, the files
    survive a loss of power.
-2. Missing or damaged files raise :class:`CheckpointInvalid`, failed writes :class:`StoreWriteError`, both with the
-   place. A store that cannot be reached raises :class:`StoreUnreachable`, also for a single file. If this process has
-   no right to read, it raises :class:`StoreDenied`.
+2. Missing or damaged files raise :class:`CheckpointInvalid`, failed writes :class:`StoreWriteError`. A store that
+   cannot be reached raises :class:`StoreUnreachable`, also for a single file. If this process has no right to read, it
+   raises :class:`StoreDenied`. The errors name the path or URL.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from holdfast.errors import CheckpointInvalid
 from holdfast.store.backends.location import Place
 
 Put: TypeAlias = Callable[[int, memoryview], None]
-"""Function that writes these bytes at this offset of a new file. It raises StoreWriteError."""
+"""Function ``put(offset, data)`` that writes ``data`` at ``offset`` of a new file. It may raise StoreWriteError."""
 
 
 class Closes(Protocol):
-    """A context manager that is closed at the end of its block."""
+    """The base of context managers that call :meth:`close` at the end of their ``with`` block."""
 
     def close(self) -> None:
-        """Release the resources. A second call is harmless."""
+        """Release the resources of this object. A second call is harmless."""
 
     def __enter__(self) -> Self:
         return self
@@ -42,18 +43,20 @@ class Closes(Protocol):
 
 
 class SourceFile(Closes, Protocol):
-    """A file opened for reading."""
+    """A file of an attempt, opened for reading."""
 
     @property
     def path(self) -> Place:
-        """The place of the file."""
+        """The path or URL of the file."""
 
     @property
     def size_bytes(self) -> int:
-        """Its size when it was opened."""
+        """The size of the file in bytes when it was opened."""
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
-        """Fill the buffers one after the other from ``offset`` on. Several threads may call this at once.
+        """Fill the buffers, one after the other, with the bytes of the file from ``offset`` on.
+
+        Several threads may call this method at the same time.
 
         Raises:
             CheckpointInvalid: the file ends too early, or cannot be read.
@@ -61,10 +64,10 @@ class SourceFile(Closes, Protocol):
 
 
 def read_whole(file: SourceFile, size_bytes_max: int) -> bytes:
-    """Return the content of a file.
+    """Return the content of an opened file.
 
     Raises:
-        CheckpointInvalid: as :meth:`SourceFile.read_at`, or larger than the limit.
+        CheckpointInvalid: the file cannot be read, or is larger than ``size_bytes_max``.
     """
     if file.size_bytes > size_bytes_max:
         raise CheckpointInvalid(f"{file.path}: {file.size_bytes} bytes; the limit is {size_bytes_max}")
@@ -75,74 +78,78 @@ def read_whole(file: SourceFile, size_bytes_max: int) -> bytes:
 
 @runtime_checkable
 class Cached(Protocol):
-    """An additional interface of a :class:`SourceFile` whose bytes may be in memory already."""
+    """The additional interface of a :class:`SourceFile` whose bytes may already be in the page cache of the host."""
 
     def read_cached(self, offset: int, buffer: memoryview) -> bool:
-        """Fill the buffer without waiting for a disk. Return False if it holds garbage and its bytes must be read."""
+        """Fill the buffer from the page cache, without waiting for a disk. Return False if the cache lacks some bytes.
+
+        After False the buffer holds garbage, and the caller must read the bytes with :meth:`SourceFile.read_at`.
+        """
 
 
 class Attempt(Closes, Protocol):
-    """The files of one attempt to save.
+    """The files of one attempt (a save of one step).
 
-    ``owner`` distinguishes the writers of one name. ``close`` ends the mark of ``hold``.
+    The argument ``owner`` of its methods is a text that differs between the processes that write one file name.
+    ``close`` ends the protection that ``hold`` began.
     """
 
     @property
     def path(self) -> Place:
-        """The place of the attempt."""
+        """The path or URL of the attempt."""
 
     @property
     def in_order(self) -> bool:
-        """True when the bytes of a new file must be put one after the other."""
+        """True if the bytes of a new file must be written in the order of their offsets."""
 
     @property
     def parallel(self) -> int:
-        """Number of small requests that are worth sending at a time."""
+        """The number of small requests (for a manifest, a header) that should be in progress at the same time."""
 
     def hold(self) -> bool:
-        """Mark the attempt as being read or written, until it is closed. Return False when it is being removed."""
+        """Protect the attempt from removal until it is closed. Return False if another process is removing it."""
 
     def names(self) -> list[str]:
-        """Return the names of all finished files, sorted.
+        """Return the names of all finished files of the attempt, sorted.
 
         Raises:
             CheckpointInvalid: the names cannot be read.
         """
 
     def exists(self, name: str) -> bool:
-        """Return True when there is an entry of this name.
+        """Return True if the attempt has an entry of this name.
 
         Raises:
             CheckpointInvalid: the names cannot be read.
         """
 
     def open_file(self, name: str) -> SourceFile:
-        """Open a file for reading.
+        """Open a file of the attempt for reading.
 
         Raises:
             CheckpointInvalid: the file is missing, or is no regular file.
         """
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
-        """Return the content of a file.
+        """Return the content of a file of the attempt.
 
         Raises:
-            CheckpointInvalid: as :meth:`open_file`, or larger than the limit.
+            CheckpointInvalid: the file is missing, is no regular file, or is larger than ``size_bytes_max``.
         """
 
     def write(self, name: str, data: bytes, owner: str) -> None:
-        """Write a file that appears whole and durable. Replace an existing one.
+        """Write a file, which appears only when it is complete and durable. An existing file of this name is replaced.
 
         Raises:
             StoreWriteError: the file cannot be written.
         """
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
-        """Write a file like :meth:`write`, but never replace one. Return False when one exists.
+        """Write a file unless one of this name exists. Return False if it exists.
 
         Args:
             name, data, owner: as for :meth:`write`.
-            later: it need not appear before :meth:`publish` returned.
+            later: True: the file need not appear before the next :meth:`publish` returns.
         """
 
     def new_file(
@@ -150,28 +157,28 @@ class Attempt(Closes, Protocol):
     ) -> AbstractContextManager[Put]:
         """Yield a function that writes a new file piece by piece.
 
-        The file appears after the block, or in :meth:`publish`.
+        The file appears at the end of the ``with`` block, or in :meth:`publish`.
 
         Args:
             name, owner: as for :meth:`write`.
             size_bytes: total size of the file.
-            direct: write past the page cache, and in order (a local directory).
+            direct: write past the page cache, in the order of the offsets. Only a local directory does this.
 
         Raises:
             StoreWriteError: the file cannot be written; nothing visible has changed.
         """
 
     def publish(self) -> None:
-        """Make new files appear, in the order in which they were made.
+        """Make the new files appear under their names, in the order in which they were made.
 
-        After a loss of power, an existing file does not prove that the others exist, but its content is complete.
+        After a loss of power some of these files may be missing. Each file that exists has its complete content.
 
         Raises:
             StoreWriteError: a file cannot be written.
         """
 
     def sync(self) -> None:
-        """Publish the new files, and make all files durable.
+        """Publish the new files, and make all files of the attempt durable: they then survive a loss of power.
 
         Raises:
             StoreWriteError: a file cannot be written.
@@ -179,57 +186,57 @@ class Attempt(Closes, Protocol):
 
 
 class Store(Protocol):
-    """A place that holds attempts by name."""
+    """A directory, bucket or memory that holds attempts by name."""
 
     @property
     def path(self) -> Place:
-        """The place of the store."""
+        """The path or URL of the store."""
 
     def names(self) -> list[str]:
-        """Return the names of all entries; empty when the place does not exist.
+        """Return the names of all entries of the store; empty if the store does not exist.
 
         Raises:
             CheckpointInvalid: the names cannot be read.
         """
 
     def open(self, name: str) -> Attempt:
-        """Open an attempt.
+        """Open an existing attempt.
 
         Raises:
             CheckpointInvalid: the attempt does not exist.
         """
 
     def create(self, name: str) -> Attempt:
-        """Open an attempt. Make it if it is missing; its first sync makes that durable.
+        """Open an attempt, and make it if it is missing. Its first :meth:`Attempt.sync` makes a new attempt durable.
 
         Raises:
             StoreWriteError: the attempt cannot be made.
         """
 
     def age_s(self, name: str) -> float:
-        """Return the seconds since a file was last added to an attempt; infinite when it is gone.
+        """Return the seconds since a file was last added to an attempt; infinity if the attempt does not exist.
 
         Raises:
             CheckpointInvalid: the age cannot be read.
         """
 
     def remove(self, name: str) -> bool:
-        """Remove an attempt, which vanishes at once. Return False when a process reads or writes it.
+        """Remove an attempt, which is at once no longer listed. Return False if another process reads or writes it.
 
         Raises:
             StoreWriteError: the attempt cannot be removed.
         """
 
     def sweep(self) -> None:
-        """Finish removals that a crash interrupted.
+        """Finish removals of attempts that a crash interrupted.
 
         Raises:
             StoreWriteError: an entry cannot be removed.
         """
 
     def probe(self) -> None:
-        """Test whether attempts can be written here.
+        """Test whether attempts can be written to this store.
 
         Raises:
-            StoreWriteError: attempts cannot be written here.
+            StoreWriteError: attempts cannot be written.
         """

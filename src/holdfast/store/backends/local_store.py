@@ -1,4 +1,4 @@
-"""Attempts in a directory of this machine (or one that it mounts).
+"""The store of checkpoints in a directory of this machine, or of a file server that it mounts.
 
 Theory. An attempt is a directory. Readers and writers hold an advisory lock on it. A removal begins with a rename, so
 that a half-removed attempt is never listed.
@@ -33,13 +33,13 @@ _DOOMED_PREFIX = ".removing-"
 
 
 def threads_of_rank() -> int:
-    """Return how many extents one rank processes at a time: the node's cores divided among its ranks."""
+    """Return the number of threads with which a rank reads or writes extents: the host's cores divided by its ranks."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local)))
 
 
 class LocalFile(Closes):
-    """A :class:`SourceFile` over a file descriptor."""
+    """A regular file, opened for reading (a :class:`SourceFile`)."""
 
     def __init__(self, path: Path, fd: int, size_bytes: int) -> None:
         self.path = path
@@ -47,35 +47,35 @@ class LocalFile(Closes):
         self._fd = fd
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
-        """Implement :meth:`SourceFile.read_at`."""
+        """Fill the buffers, one after the other, with the bytes of the file from ``offset`` on."""
         read_at(self._fd, offset, buffers, self.path)
 
     def read_cached(self, offset: int, buffer: memoryview) -> bool:
-        """Implement :meth:`Cached.read_cached`, from the page cache."""
+        """Fill the buffer from the page cache. Return False if the cache lacks some of the bytes."""
         try:
             return os.preadv(self._fd, [buffer], offset, os.RWF_NOWAIT) == len(buffer)
         except OSError:
-            # The bytes are not cached, or the file system cannot tell. The next read reports a failure of the disk.
+            # The bytes are not cached, or the file system does not know. The next read reports a failure of the disk.
             return False
 
     def close(self) -> None:
-        """Implement :meth:`SourceFile.close`."""
+        """Close the file. A second call is harmless."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class LocalAttempt(Directory):
-    """An :class:`Attempt` that is a directory."""
+    """A directory with the files of one attempt (an :class:`Attempt`)."""
 
     in_order = False
     parallel = 1
 
     def hold(self) -> bool:
-        """Implement :meth:`Attempt.hold`.
+        """Lock the attempt against removal. Return False if another process is removing it.
 
-        A process that opened the directory before its removal also gets the lock after the removal. So the name is also
-        tested.
+        A process that opened the directory before a removal can get the lock after the removal. So the path is also
+        compared with the opened directory.
         """
         if not self.lock(shared=True):
             return False
@@ -86,13 +86,13 @@ class LocalAttempt(Directory):
                 return False
 
     def open_file(self, name: str) -> LocalFile:
-        """Implement :meth:`Attempt.open_file`."""
+        """Open a file of the attempt for reading."""
         return LocalFile(self.path / name, *self.open_read(name))
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
-        """Implement :meth:`Attempt.create`.
+        """Write a file unless one of this name exists. Return False if it exists.
 
-        Two concurrent calls may both return True. Either they write the same content, or the validation of the attempt
+        Two concurrent calls may both return True. Either both write the same content, or the validation of the attempt
         finds the difference.
         """
         if self.exists(name):
@@ -102,7 +102,7 @@ class LocalAttempt(Directory):
 
     @contextlib.contextmanager
     def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
-        """Implement :meth:`Attempt.new_file`."""
+        """Yield a function that writes a new file piece by piece. The file appears in :meth:`publish`."""
         path = self.path / name
         with self.temporary(name, owner, later=True) as fd:
             if direct:
@@ -114,13 +114,13 @@ class LocalAttempt(Directory):
 
 
 class LocalStore:
-    """A :class:`Store` that is a directory of directories. Nothing is cached: each call looks at the files."""
+    """A directory whose subdirectories are attempts (a :class:`Store`). Nothing is cached between calls."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def names(self) -> list[str]:
-        """Implement :meth:`Store.names`."""
+        """Return the names of all entries of the directory; empty if the directory does not exist."""
         with reading(self.path):
             try:
                 return os.listdir(self.path)
@@ -128,15 +128,15 @@ class LocalStore:
                 return []
 
     def open(self, name: str) -> LocalAttempt:
-        """Implement :meth:`Store.open`."""
+        """Open an existing attempt."""
         return LocalAttempt.open(self.path / name)
 
     def create(self, name: str) -> LocalAttempt:
-        """Implement :meth:`Store.create`."""
+        """Open an attempt, and make it and the root directory if they are missing."""
         return LocalAttempt.make(self.path, name)
 
     def age_s(self, name: str) -> float:
-        """Implement :meth:`Store.age_s`."""
+        """Return the seconds since the directory of an attempt last changed; infinity if it does not exist."""
         with reading(self.path / name):
             try:
                 return time.time() - os.stat(self.path / name).st_mtime
@@ -144,7 +144,7 @@ class LocalStore:
                 return float("inf")
 
     def remove(self, name: str) -> bool:
-        """Implement :meth:`Store.remove`."""
+        """Remove an attempt. Return False if it does not exist, or if another process reads or writes it."""
         try:
             directory = self.open(name)
         except CheckpointInvalid:  # another process was faster, or it is no directory and must stay
@@ -159,19 +159,19 @@ class LocalStore:
             except FileNotFoundError:  # another process was faster
                 return False
             sync_directory(self.path)
-        # Another process may sweep it at the same time. The next prune removes the rest.
+        # Another process may remove the same files at the same time. The next pruning removes the remaining ones.
         shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
         return True
 
     def sweep(self) -> None:
-        """Implement :meth:`Store.sweep`."""
+        """Finish removals of attempts that a crash interrupted after the rename."""
         with writing(self.path):
             for name in os.listdir(self.path):
                 if name.startswith(_DOOMED_PREFIX) and form.attempt_key(name.removeprefix(_DOOMED_PREFIX)):
                     shutil.rmtree(self.path / name, ignore_errors=True)
 
     def probe(self) -> None:
-        """Implement :meth:`Store.probe`."""
+        """Test whether files can be written to the root directory, with a temporary file."""
         # Ranks of several hosts may probe a shared directory at once, so each uses a separate name.
         probe = self.path / new_owner(".probe")
         with writing(self.path):

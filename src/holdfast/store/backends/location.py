@@ -1,6 +1,7 @@
 """The location of checkpoints: a path of this machine, or the URL of a store (``s3://bucket/prefix``).
 
-Both have ``/``, ``name`` and ``parent`` and become text by ``str``. Code that needs no more works with either.
+A path and a :class:`Url` both have the operator ``/``, the properties ``name`` and ``parent``, and a text form by
+``str``. Code that uses only these works with both.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import msgspec
 from holdfast.errors import UsageError
 
 ROOT_VARIABLE = "HOLDFAST_CHECKPOINT"
-"""Environment variable for the location of checkpoints. It takes precedence over the script."""
+"""Name of the environment variable for the location of checkpoints. Its value replaces the one in the script."""
 SCHEMES = ("faulty", "s3")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _PART = re.compile(r"[A-Za-z0-9._-][A-Za-z0-9._=+-]*")
 
 
 class Url(msgspec.Struct, frozen=True):
-    """A location in a store: the scheme, and names without slashes. The first name is the bucket."""
+    """The URL of a store, or of an entry in it. ``parts`` are the names between the slashes, the bucket first."""
 
     scheme: str
     parts: tuple[str, ...]
@@ -32,8 +33,8 @@ class Url(msgspec.Struct, frozen=True):
         """Return the URL in a text ``scheme://bucket/prefix/...``.
 
         Raises:
-            UsageError: an unknown scheme, or a text with more than names. The message does not repeat the text, because
-                it may hold a secret.
+            UsageError: the scheme is unknown, or the text has credentials, a port, a query or an invalid name. The
+                message does not repeat the text, because it may hold a secret.
         """
         match = _URL.fullmatch(text)
         if match is None or match[1].lower() not in SCHEMES:
@@ -74,16 +75,16 @@ Place: TypeAlias = Path | Url
 
 
 def is_path(text: str) -> bool:
-    """Return True for a path of this machine, False for the URL of a store."""
+    """Return True if ``text`` is a path of this machine, and False if it is the URL of a store."""
     return _URL.match(text) is None
 
 
 def place_of(where: Place | str | os.PathLike[str]) -> Place:
-    """Return the location that a user named.
+    """Return the path or :class:`Url` of a location that a user named.
 
     Raises:
-        UsageError: see :meth:`Url.parse`; an empty text (an unset variable would mean the current directory); a URL
-            that passed through ``pathlib``, which loses a slash; a path that is no valid Unicode.
+        UsageError: the text is empty, a URL is invalid (see :meth:`Url.parse`), a URL has lost a slash in ``pathlib``,
+            or a path is no valid Unicode.
     """
     if isinstance(where, Url):
         return where
@@ -103,7 +104,7 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
 
 
 def absolute(where: Place | str | os.PathLike[str]) -> Place:
-    """Return the same as :func:`place_of`, with a path made absolute."""
+    """Return the location that a user named, as an absolute path or a :class:`Url`. Errors: see :func:`place_of`."""
     place = place_of(where)
     return _sayable(place.absolute()) if isinstance(place, Path) else place
 

@@ -1,4 +1,4 @@
-"""The choice of the store for a location."""
+"""The choice of the store for a location (a path or URL)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from holdfast.store.backends.location import Place, place_of
 
 
 def open_store(where: Place | str | os.PathLike[str]) -> Store:
-    """Return the store of attempts at a location. No request is made yet.
+    """Return the store at a location. Nothing is read or sent yet.
 
     Raises:
-        UsageError: there is no store of this kind, or its package is not installed.
+        UsageError: the scheme of the URL is unknown, or the package of its store is not installed.
     """
     place = place_of(where)
     if isinstance(place, Path):
@@ -29,11 +29,11 @@ def open_store(where: Place | str | os.PathLike[str]) -> Store:
 
 
 def open_attempt(where: Place | str | os.PathLike[str]) -> Attempt:
-    """Open one attempt, whatever its name is.
+    """Open the attempt at a location. The attempt may have been renamed.
 
     Raises:
         CheckpointInvalid: the attempt does not exist.
-        UsageError: as :func:`open_store`.
+        UsageError: the scheme of the URL is unknown, or the package of its store is not installed.
     """
     place = place_of(where)
     if isinstance(place, Path):

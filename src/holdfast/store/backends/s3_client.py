@@ -9,8 +9,8 @@ Invariants:
 1. Credentials come from the environment (AWS_*) or from the role of a container or machine, never from an argument. No
    error message holds one.
 2. "Not found" and "unreachable" are different errors: a server that cannot be reached never makes a checkpoint invalid.
-3. Memory of an upload: ``UPLOADS`` parts and one more. A connection without TLS is made to loopback only, unless
-   AWS_ALLOW_HTTP says otherwise.
+3. An upload takes memory for ``UPLOADS`` + 1 parts.
+4. A connection without TLS is made to loopback only, unless AWS_ALLOW_HTTP permits others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class S3Object(NamedTuple):
-    """One object: its key below the listed location, its size, and the time of its write (server's clock)."""
+    """One object of a listing: its key below the listed prefix, its size, and its write time (server's clock)."""
 
     key: str
     size_bytes: int
@@ -56,25 +56,25 @@ class S3Object(NamedTuple):
 
 
 class Bucket:
-    """The objects below one location. Keys are names joined by slashes, relative to it."""
+    """The objects below one S3 URL. A key is one or more names joined by slashes, relative to that URL."""
 
     def __init__(self, place: Url) -> None:
         self.place = place
         self._objects = _client(place.parts[0], "/".join(place.parts[1:]), _configuration())
 
     def exists(self, key: str) -> bool:
-        """Return True if an object exists.
+        """Return True if an object with this key exists.
 
         Raises:
-            StoreUnreachable: the server could not be reached, or refused.
+            StoreUnreachable: the server could not be reached, or refused the request.
         """
         return self.size_bytes(key) is not None
 
     def size_bytes(self, key: str) -> int | None:
-        """Return the size of an object; None when it does not exist.
+        """Return the size of an object in bytes; None if it does not exist.
 
         Raises:
-            StoreUnreachable: the server could not be reached, or refused.
+            StoreUnreachable: the server could not be reached, or refused the request.
         """
         import obstore
 
@@ -85,11 +85,14 @@ class Bucket:
             return None
 
     def get(self, key: str, start: int = 0, size_bytes: int | None = None) -> memoryview:
-        """Return an object, or ``size_bytes`` of it from ``start`` on.
+        """Return the content of an object, or a range of its bytes.
+
+        If ``size_bytes`` is None, the result is the complete object. Otherwise it is the ``size_bytes`` bytes from
+        ``start`` on.
 
         Raises:
             CheckpointInvalid: the object does not exist.
-            StoreUnreachable: the server could not be reached, or refused.
+            StoreUnreachable: the server could not be reached, or refused the request.
         """
         import obstore
 
@@ -99,7 +102,7 @@ class Bucket:
             return memoryview(obstore.get_range(self._objects, key, start=start, length=size_bytes))
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object. Replace an existing one.
+        """Write an object. An existing object with this key is replaced.
 
         Raises:
             StoreWriteError: the object cannot be written.
@@ -110,7 +113,7 @@ class Bucket:
             obstore.put(self._objects, key, data, chunk_size=PART_SIZE_BYTES, max_concurrency=UPLOADS)
 
     def announce(self, key: str) -> bool:
-        """Write an empty object. Return False if this client may only read.
+        """Write an empty object. Return False if the credentials permit only reads.
 
         Raises:
             StoreWriteError: the object cannot be written.
@@ -126,7 +129,7 @@ class Bucket:
         return True
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object unless it exists. Return False when it does.
+        """Write an object unless one with this key exists. Return False if it exists.
 
         Raises:
             StoreWriteError: the object cannot be written.
@@ -143,7 +146,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def upload(self, key: str, size_bytes: int) -> Iterator[Put]:
-        """Yield a function that writes an object piece by piece, in order.
+        """Yield a function that writes an object piece by piece, in the order of the offsets.
 
         The object becomes visible when the body of the ``with`` statement ends without an error.
 
@@ -177,10 +180,10 @@ class Bucket:
             writer.close()
 
     def entries(self, prefix: str) -> list[S3Object]:
-        """Return all objects below ``prefix``, with keys relative to it.
+        """Return all objects below ``prefix``, with keys relative to ``prefix``.
 
         Raises:
-            StoreUnreachable: the server could not be reached, or refused.
+            StoreUnreachable: the server could not be reached, or refused the request.
         """
         import obstore
 
@@ -194,10 +197,10 @@ class Bucket:
         return found
 
     def folders(self) -> list[str]:
-        """Return the names of the folders: the first part of each key that has several parts.
+        """Return the first name of each key that consists of several names, without duplicates.
 
         Raises:
-            StoreUnreachable: the server could not be reached, or refused.
+            StoreUnreachable: the server could not be reached, or refused the request.
         """
         import obstore
 
@@ -206,7 +209,7 @@ class Bucket:
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove those of the objects that exist.
+        """Remove the objects with these keys. A missing object is no error.
 
         Raises:
             StoreWriteError: an object cannot be removed.
@@ -242,7 +245,7 @@ class Bucket:
 
 
 def reason_of(error: Exception) -> tuple[str, str]:
-    """Return the reason of a client's error on one short line, without secrets, and a hint."""
+    """Return the reason of an error of the S3 client as one short line without secrets, and a hint for the user."""
     text = str(error)
     code = re.search(r"<Code>(\w+)</Code>", text)
     line = " ".join(text.split("<?xml")[0].split("Debug source")[0].split())
@@ -266,12 +269,12 @@ def reason_of(error: Exception) -> tuple[str, str]:
 
 
 def _configuration() -> tuple[tuple[str, str], ...]:
-    """Return the environment variables about the server. A client is shared while they stay the same."""
+    """Return the environment variables that configure a client. A client is reused while they stay the same."""
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k == RETRY_VARIABLE))
 
 
 def _retry_s(text: str) -> float:
-    """Return the retry time in seconds from the text of its environment variable.
+    """Return the time limit of retries in seconds, from the text of its environment variable.
 
     Raises:
         UsageError: the text is no number, or the number is out of range.
@@ -289,7 +292,7 @@ def _retry_s(text: str) -> float:
 
 
 def _endpoint(said: Mapping[str, str]) -> str:
-    """Return the URL of the server; empty if none is named.
+    """Return the server's URL from the environment variables ``said``; empty if they name none.
 
     Raises:
         UsageError: the environment names no valid URL (the client library panics over some of them).

@@ -1,18 +1,18 @@
-"""Attempts in a bucket of an S3-compatible server: ``s3://bucket/prefix``.
+"""The store of checkpoints in a bucket of an S3-compatible server: ``s3://bucket/prefix``.
 
-Theory. An attempt is the objects below ``<root>/<its name>/``, named like the files of a directory. Objects appear
-whole, so nothing is renamed. Objects that must exist once (catalogue, manifests, seal) are created on the condition
-that they do not exist. There are no locks. A process that reads or writes an attempt puts a lease, which is an object
-that it writes again every ``LEASE_RENEW_S`` seconds. A process that removes an attempt puts a mark, and looks for
-leases after that. A process that takes a lease looks for the mark after that. Listings and reads show earlier writes,
-so at least one of the two sees the other.
+Theory. An attempt consists of the objects below ``<root>/<name of the attempt>/``, named like the files of a directory.
+Objects appear whole, so nothing is renamed. Objects that must exist once (catalogue, manifests, seal) are created on
+the condition that they do not exist. S3 has no locks. A process that reads or writes an attempt writes a *lease*: an
+object that it writes again every ``LEASE_RENEW_S`` seconds. A process that removes an attempt first writes a *mark*,
+which is another object, and then looks for leases. A process that has written its lease then looks for the mark.
+Listings and reads show all earlier writes, so at least one of the two processes sees the object of the other process.
 
 Invariants:
 1. A marked attempt is no longer listed. It is removed only when no lease younger than ``LEASE_EXPIRY_S`` exists. The
    clocks of this machine and of the server may differ by 15 minutes (signatures allow no more).
-2. The objects that make an attempt valid go first, so that a half-removed one is never complete.
-3. Safety does not depend on leases: a reader that lost its own finds objects missing or digests wrong, never other
-   data.
+2. A removal deletes the seal, the manifests and the catalogue first, so that a half-removed attempt is never valid.
+3. Safety does not depend on leases. A reader whose lease was lost finds missing objects or wrong digests, and never
+   accepts wrong data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DOOMED = ".removing"
 
 
 class S3File(Closes):
-    """A :class:`SourceFile` that is an object: every read is one request."""
+    """An object, opened for reading (a :class:`SourceFile`). Every read is one request."""
 
     def __init__(self, bucket: Bucket, key: str, size_bytes: int) -> None:
         self.path = bucket.place / key
@@ -46,9 +46,10 @@ class S3File(Closes):
         self._key = key
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
-        """Implement :meth:`SourceFile.read_at`.
+        """Fill the buffers, one after the other, with the bytes of the object from ``offset`` on.
 
         Raises:
+            CheckpointInvalid: the object is missing or ends too early.
             StoreUnreachable: the server could not be reached.
         """
         total = sum(len(buffer) for buffer in buffers)
@@ -65,13 +66,14 @@ class S3File(Closes):
             done += len(buffer)
 
     def close(self) -> None:
-        """Do nothing: no connection is open."""
+        """Do nothing: an :class:`S3File` keeps no connection open."""
 
 
 class Lease:
-    """A lease on an attempt: it shows that a process reads or writes it, until it is closed or the process ends.
+    """A lease on an attempt: an object that shows other processes that this process reads or writes the attempt.
 
-    A client that may only read cannot put one: the attempt may be removed while it reads.
+    A thread renews the lease until :meth:`close`. If the process dies, the lease expires. A client with only the right
+    to read cannot write a lease, so the attempt may be removed while that client reads.
     """
 
     def __init__(self, bucket: Bucket, attempt: str) -> None:
@@ -81,7 +83,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Write the lease, and renew it in a thread.
+        """Write the lease object, and start the thread that renews it.
 
         Raises:
             StoreWriteError: the lease cannot be written.
@@ -97,7 +99,7 @@ class Lease:
         self._thread = thread
 
     def close(self) -> None:
-        """Remove the lease."""
+        """Stop the thread, and remove the lease object."""
         if self._thread is not None:
             self._over.set()
             self._thread.join()
@@ -109,12 +111,12 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._over.wait(LEASE_RENEW_S):
-            with contextlib.suppress(StoreWriteError):  # five more attempts follow before it expires
+            with contextlib.suppress(StoreWriteError):  # five more tries follow before the lease expires
                 self._bucket.put(self._key, b"")
 
 
 class S3Attempt(Closes):
-    """An :class:`Attempt` that is the objects below one name."""
+    """The objects of one attempt in a bucket (an :class:`Attempt`)."""
 
     in_order = True
     parallel = 16
@@ -127,13 +129,13 @@ class S3Attempt(Closes):
         self._lease: Lease | None = None
 
     def close(self) -> None:
-        """Implement :meth:`Attempt.close`."""
+        """Remove the lease of :meth:`hold`, if there is one."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
 
     def hold(self) -> bool:
-        """Implement :meth:`Attempt.hold`."""
+        """Protect the attempt from removal by a lease. Return False if another process is removing the attempt."""
         if self._lease is None:
             lease = Lease(self._bucket, self._name)
             lease.start()
@@ -141,7 +143,7 @@ class S3Attempt(Closes):
         return not self._bucket.exists(f"{_DOOMED}/{self._name}")
 
     def names(self) -> list[str]:
-        """Implement :meth:`Attempt.names`. The sizes are kept for :meth:`open_file`."""
+        """Return the names of all files of the attempt, sorted, and remember their sizes for :meth:`open_file`."""
         entries = [
             e for e in self._bucket.entries(self._name) if "/" not in e.key and not e.key.startswith(".")
         ]
@@ -149,11 +151,11 @@ class S3Attempt(Closes):
         return sorted(self._sizes)
 
     def exists(self, name: str) -> bool:
-        """Implement :meth:`Attempt.exists`."""
+        """Return True if the attempt has a file of this name."""
         return self._bucket.exists(self._key(name))
 
     def open_file(self, name: str) -> S3File:
-        """Implement :meth:`Attempt.open_file`."""
+        """Open a file of the attempt for reading."""
         key = self._key(name)
         size_bytes = self._sizes.get(name)
         if size_bytes is None:
@@ -163,21 +165,21 @@ class S3Attempt(Closes):
         return S3File(self._bucket, key, size_bytes)
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
-        """Implement :meth:`Attempt.read`."""
+        """Return the content of a file of at most ``size_bytes_max`` bytes."""
         return read_whole(self.open_file(name), size_bytes_max)
 
     def write(self, name: str, data: bytes, owner: str) -> None:
-        """Implement :meth:`Attempt.write`."""
+        """Write a file. An existing file of this name is replaced."""
         self._bucket.put(self._key(name), data)
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
-        """Implement :meth:`Attempt.create`."""
+        """Write a file unless one of this name exists. Return False if it exists."""
         return self._bucket.create(self._key(name), data)
 
     def new_file(
         self, name: str, owner: str, *, size_bytes: int, direct: bool = False
     ) -> AbstractContextManager[Put]:
-        """Implement :meth:`Attempt.new_file` by an upload in parts."""
+        """Yield a function that writes a new file piece by piece, as an upload in parts."""
         return self._bucket.upload(self._key(name), size_bytes)
 
     def publish(self) -> None:
@@ -191,31 +193,31 @@ class S3Attempt(Closes):
 
 
 class S3Store:
-    """A :class:`Store` that is a bucket, or a prefix in one. Nothing is cached: each call asks the server."""
+    """A bucket, or a prefix in one, that holds attempts (a :class:`Store`). Nothing is cached between calls."""
 
     def __init__(self, path: Url) -> None:
         self.path = path
         self._bucket = Bucket(path)
 
     def names(self) -> list[str]:
-        """Implement :meth:`Store.names`. Attempts that are being removed are left out."""
+        """Return the names of all entries of the store, without attempts that are being removed."""
         doomed = {entry.key for entry in self._bucket.entries(_DOOMED)}
         return [name for name in self._bucket.folders() if name not in doomed]
 
     def open(self, name: str) -> S3Attempt:
-        """Implement :meth:`Store.open`. A missing attempt is noticed when its files are read."""
+        """Return an attempt by name. A missing attempt is noticed only when its files are read."""
         return S3Attempt(self._bucket, name)
 
     def create(self, name: str) -> S3Attempt:
-        """Implement :meth:`Store.create`. The attempt exists when its first file does."""
+        """Return an attempt by name. A new attempt exists as soon as its first file exists."""
         return S3Attempt(self._bucket, name)
 
     def age_s(self, name: str) -> float:
-        """Implement :meth:`Store.age_s`."""
+        """Return the seconds since the newest object of an attempt was written; infinity if there is no object."""
         return min((_age_s(entry) for entry in self._bucket.entries(name)), default=float("inf"))
 
     def remove(self, name: str) -> bool:
-        """Implement :meth:`Store.remove`."""
+        """Remove an attempt. Return False if a process holds a lease on it."""
         if self._leased(name):
             return False
         mark = f"{_DOOMED}/{name}"
@@ -231,7 +233,7 @@ class S3Store:
         return True
 
     def sweep(self) -> None:
-        """Implement :meth:`Store.sweep`. Expired leases are also removed."""
+        """Finish interrupted removals of attempts, and delete expired leases."""
         for entry in self._bucket.entries(_DOOMED):
             if form.attempt_key(entry.key):
                 self.remove(entry.key)
@@ -239,7 +241,7 @@ class S3Store:
         self._bucket.delete([f"{_LEASES}/{key}" for key in expired])
 
     def probe(self) -> None:
-        """Implement :meth:`Store.probe`. Also test that the server refuses to create an object that exists."""
+        """Test that objects can be written, and that the server refuses to create an object that exists."""
         key = new_owner(".probe")
         if not self._bucket.create(key, b""):
             raise StoreError(f"{self.path / key} exists: no other process should know this name")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def read_given(path: Path, size_bytes_max: int) -> bytes:
-    """Return the content of a file that a user named. Links are followed.
+    """Return the content of a file that a user named. Symbolic links are followed.
 
     Raises:
-        OSError: it cannot be read, is larger than ``size_bytes_max`` (``EFBIG``), or is no regular file (``EINVAL``): a
-            pipe waits for its writer, a device may have no end.
+        OSError: the file cannot be read, is larger than ``size_bytes_max`` (``EFBIG``), or is no regular file
+            (``EINVAL``, because reading a pipe or a device may never end).
     """
     with open(path, "rb", opener=_without_waiting) as file:
         about = os.fstat(file.fileno())

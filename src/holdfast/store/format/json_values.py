@@ -1,13 +1,14 @@
-"""Python values as JSON, exactly: a decoded value is equal and of the same type, or the encoder refuses it.
+"""Python values as JSON without loss: a decoded value is equal and of the same type, or the encoder refuses the value.
 
-Theory. Schedulers, scalers, parameter groups, counters and data positions are small trees of plain values. JSON has
-most of them. Every other value is an object with one key (a tag) that starts with ``$``: tuples, bytes, non-finite
-floats, integers beyond 64 bits, dicts with other than text keys, ``collections.Counter``. No type name is ever looked
-up, so reading executes nothing.
+Theory. Schedulers, scalers, parameter groups, counters and data positions are small trees of plain values. JSON can
+express most of these values. The others become an object with one key (a *tag*) that starts with ``$``: tuples, bytes,
+non-finite floats, integers beyond 64 bits, dicts with other than text keys, ``collections.Counter``. No type name is
+ever looked up, so reading executes nothing.
 
 Invariants:
-1. ``decode_values(encode_values(x))`` equals ``x`` with the same types (OrderedDict becomes dict, float64 float).
-2. Everything else raises :class:`StateError` that names the place, e.g. ``values['scheduler']['fn']``.
+1. ``decode_values(encode_values(x))`` equals ``x`` with the same types. Exceptions: OrderedDict becomes dict, bytearray
+   becomes bytes, and a subclass of a number type or of str becomes its base type.
+2. Every other value raises :class:`StateError` with the position of the value, e.g. ``values['scheduler']['fn']``.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from holdfast.errors import CheckpointInvalid, StateError
 VALUES_SIZE_BYTES_MAX = 16 * 1024 * 1024
 DEPTH_MAX = 64
 INT_DIGITS_MAX = 4000
-"""Limit of the digits of an integer, sign included.
+"""Largest number of characters of an integer beyond 64 bits, sign included.
 
-A longer text takes long to read, and Python refuses very long ones.
+Longer text takes long to parse, and Python refuses very long text.
 """
 
 
@@ -39,7 +40,8 @@ def encode_values(value: object, where: str = "values") -> bytes:
     """Return compact JSON of a tree of plain values; ``where`` names its root in errors.
 
     Raises:
-        StateError: a value that cannot be saved (names it), or more than ``VALUES_SIZE_BYTES_MAX``.
+        StateError: a value cannot be saved (the error names it), or the JSON has more than ``VALUES_SIZE_BYTES_MAX``
+            bytes.
     """
     data = msgspec.json.encode(_tagged(value, where, 0))
     if len(data) > VALUES_SIZE_BYTES_MAX:
@@ -51,7 +53,7 @@ def encode_values(value: object, where: str = "values") -> bytes:
 
 
 def decode_values(data: bytes, where: str = "values") -> object:
-    """Return the values that :func:`encode_values` encoded.
+    """Return the tree of plain values that :func:`encode_values` encoded; ``where`` names its root in errors.
 
     Raises:
         CheckpointInvalid: ``data`` is not such JSON; the error names the broken rule.
@@ -69,10 +71,10 @@ def decode_values(data: bytes, where: str = "values") -> object:
 
 
 def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
-    """Return the result of :func:`decode_values`, which must be a mapping by name.
+    """Return the dict that :func:`encode_values` encoded.
 
     Raises:
-        CheckpointInvalid: ``data`` is not such JSON, or no mapping.
+        CheckpointInvalid: ``data`` is not such JSON, or is not the JSON of a dict.
     """
     value = decode_values(data, where)
     if not isinstance(value, dict):
@@ -81,7 +83,10 @@ def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
 
 
 def _tagged(value: object, where: str, depth: int) -> object:
-    """Return ``value`` in a form that JSON has."""
+    """Return ``value`` as JSON types, with an object of one ``$`` key in place of each value that JSON lacks.
+
+    ``where`` is the position of the value, for errors, and ``depth`` its nesting level.
+    """
     if depth > DEPTH_MAX:
         raise StateError(f"{where} is nested deeper than {DEPTH_MAX} levels (a cycle?)")
     if isinstance(value, Enum):
@@ -116,7 +121,7 @@ def _tagged(value: object, where: str, depth: int) -> object:
 
 
 def _digits(value: int, where: str) -> str:
-    # The bit length excludes numbers that Python itself refuses to write.
+    # The test of the bit length excludes numbers that Python refuses to convert to text.
     if value.bit_length() > INT_DIGITS_MAX * 10 // 3 or len(text := str(value)) > INT_DIGITS_MAX:
         raise StateError(
             f"{where} is an integer of more than {INT_DIGITS_MAX} digits",
@@ -142,7 +147,11 @@ def _refuse(value: object, where: str) -> NoReturn:
 
 
 def _untagged(pairs: list[tuple[str, object]]) -> object:
-    """Return the value of a tagged object, or a plain object (object hook of ``json``). Duplicate keys are refused."""
+    """Return the Python value of one JSON object, plain or with one ``$`` key (``object_pairs_hook`` of ``json``).
+
+    Raises:
+        ValueError: duplicate keys, an unknown ``$`` key, or a wrong content of a ``$`` key.
+    """
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("duplicate key")
@@ -168,9 +177,9 @@ def _untagged(pairs: list[tuple[str, object]]) -> object:
 
 
 def _is_deep(value: object) -> bool:
-    """Return True if :func:`_tagged` would refuse ``value`` for its depth.
+    """Return True if ``value`` is nested deeper than ``DEPTH_MAX`` levels.
 
-    No recursion: read values may be very deep.
+    The function does not recurse, because decoded values may be very deep.
     """
     level: list[object] = [value]
     for _ in range(DEPTH_MAX + 1):

@@ -2,8 +2,8 @@
 
 Theory. Every JSON file is an envelope ``{"digest":"<32 hex digits>","body":<body>}`` and a newline. The digest is
 xxh3-128 of the bytes of the body, so a flipped bit in a manifest is found like one in a tensor. Bodies are canonical
-(keys in the order of the structures here, no white space). The decoder encodes again and compares, which refuses
-duplicate and unknown keys at the price of one fast pass.
+(keys in the order of the structures here, no white space). The decoder encodes the decoded structure again and compares
+the bytes. This refuses duplicate and unknown keys at the price of one fast pass.
 
 Invariants:
 1. Nothing is decoded before its digest matched and its size was below the limit.
@@ -44,7 +44,7 @@ _HEX16 = re.compile(r"[0-9a-f]{16}")
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """One shard file: its size, and size and xxh3-64 of its header part (length word and padding included)."""
+    """One shard file: its size, and the size and xxh3-64 digest of its header (length bytes and padding included)."""
 
     name: str
     size_bytes: int
@@ -53,7 +53,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class BoxRecord(msgspec.Struct, frozen=True):
-    """One stored box: bytes [start, start + length) of ``files[file]``, in extents (pieces) with one xxh3-64 each."""
+    """One stored box of a tensor, from byte ``start`` of ``files[file]`` on, and the xxh3-64 of each of its extents."""
 
     fqn: str
     dtype: str
@@ -66,23 +66,24 @@ class BoxRecord(msgspec.Struct, frozen=True):
 
     @property
     def box(self) -> Box:
-        """The region in global coordinates."""
+        """The box in the coordinates of the complete tensor."""
         return Box(self.offsets, self.sizes)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the box."""
+        """Size of the box in bytes."""
         return math.prod(self.sizes) * DTYPE_SIZE_BYTES[self.dtype]
 
 
 class RankManifest(msgspec.Struct, frozen=True):
-    """The record of everything that one rank wrote. It is the last file that the rank writes.
+    """The manifest of one rank: all that the rank wrote into a checkpoint. It is written after the rank's shards.
 
     Attributes:
         catalogue: digest of the catalogue.
         writers: all ranks that take part in this save.
+        copies: the number of ranks that write each box.
         values: the plain values common to all ranks, in the form of ``json_values.py``.
-        locals: the plain values of single ranks (rank as text), in the same form.
+        locals: the plain values of single ranks, by rank (as text), in the same form.
     """
 
     version: int
@@ -100,7 +101,7 @@ class RankManifest(msgspec.Struct, frozen=True):
 
 
 class SealRecord(msgspec.Struct, frozen=True):
-    """A cached proof that this checkpoint is valid: the digests of all its files."""
+    """The content of ``SEALED``: a cached proof that a checkpoint is valid, with the digests of its JSON files."""
 
     version: int
     save_id: SaveId
@@ -113,42 +114,42 @@ class _VersionedFile(msgspec.Struct):
 
 
 def rank_name(rank: int) -> str:
-    """Return the file name of the manifest of a rank."""
+    """Return the file name of a rank's manifest."""
     return f"rank-r{rank:05d}.json"
 
 
 def rank_of_name(name: str) -> int | None:
-    """Return the rank of a manifest's file name; None for other files."""
+    """Return the rank in the file name of a manifest; None for the name of another file."""
     match = _RANK_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def copy_name(name: str) -> str:
-    """Return the file name of the second copy of a JSON file. It exists when the save promises copies."""
+    """Return the file name of the second copy of a JSON file. The copy exists if the save has ``copies`` > 1."""
     return COPY_PREFIX + name
 
 
 def shard_name(rank: int, index: int) -> str:
-    """Return the file name of a shard."""
+    """Return the file name of shard number ``index`` (from 0) of a rank."""
     return f"shard-r{rank:05d}-{index:03d}.safetensors"
 
 
 def attempt_key(name: str) -> tuple[int, int, int, int, str] | None:
-    """Return (step, term, n, attempt, run) of an attempt's directory name, or None for another name.
+    """Return (step, term, n, attempt number, run id) from the directory name of an attempt; None for another name.
 
-    Newer attempts sort higher.
+    The keys of newer attempts sort higher.
     """
     match = _ATTEMPT_NAME.fullmatch(name)
     return (int(match[1]), int(match[3]), int(match[4]), int(match[5]), match[2]) if match else None
 
 
 def wrap(body: bytes) -> bytes:
-    """Return a body in its envelope."""
+    """Return the bytes of a JSON file: ``body`` in its envelope."""
     return _PREFIX + xxhash.xxh3_128_hexdigest(body).encode() + _MIDDLE + body + _SUFFIX
 
 
 def unwrap(data: bytes, where: str) -> tuple[bytes, str]:
-    """Return body and digest of an envelope.
+    """Return body and digest (hex) from the bytes of a JSON file; ``where`` is its path, for errors.
 
     Raises:
         CheckpointInvalid: the data is no envelope, or the digest does not match.
@@ -162,7 +163,7 @@ def unwrap(data: bytes, where: str) -> tuple[bytes, str]:
 
 
 def decode_catalogue(data: bytes, where: str) -> Catalogue:
-    """Return the catalogue in the bytes of its file.
+    """Decode the catalogue from the bytes of its file; ``where`` is the path, for errors.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -175,7 +176,7 @@ def decode_catalogue(data: bytes, where: str) -> Catalogue:
 
 
 def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
-    """Return the rank manifest and its digest, from the bytes of its file. Internal consistency is checked.
+    """Decode a rank manifest from the bytes of its file, and check it. Return the manifest and its digest.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -227,7 +228,7 @@ def _check_manifest(manifest: RankManifest, where: str) -> None:
 
 
 def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
-    """Check a record. Return its size in bytes."""
+    """Check the record of one stored box. Return the size of the box in bytes."""
     size_bytes = DTYPE_SIZE_BYTES.get(record.dtype, 0)
     if not size_bytes:
         refuse(where, f"tensor {record.fqn!r}: unknown dtype {record.dtype!r}")
@@ -247,12 +248,18 @@ def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
 
 
 def encode_manifest(manifest: RankManifest) -> bytes:
-    """Return the bytes of the file of a manifest: the same from which it was decoded."""
+    """Return the bytes of a manifest's file. For a decoded manifest they equal the file that was read."""
     return wrap(msgspec.json.encode(manifest))
 
 
 def encode_seal(save_id: SaveId, catalogue: str, manifests: Mapping[str, str]) -> bytes:
-    """Return the bytes of the seal file. They are a pure function of the files that it proves valid."""
+    """Return the bytes of the seal file ``SEALED``, which follow completely from the save's other files.
+
+    Args:
+        save_id: identity of the save.
+        catalogue: digest of the catalogue.
+        manifests: digest of each manifest, by file name.
+    """
     return wrap(
         msgspec.json.encode(SealRecord(FORMAT_VERSION, save_id, catalogue, dict(sorted(manifests.items()))))
     )

@@ -1,13 +1,14 @@
 """The safetensors container: header encoder and a strict decoder.
 
-Theory. A safetensors file is 8 bytes (header length, little endian), a JSON header, and the tensors without holes. The
-encoder pads the header with spaces (legal white space of JSON), so that the first tensor starts at a multiple of 4096
-bytes. It describes each stored box in ``__metadata__`` in the form of torch DCP's Hugging Face reader, so that other
-programs can read a shard without Holdfast.
+Theory. A safetensors file is 8 bytes (header length, little endian), a JSON header, and the bytes of the tensors
+without holes. The encoder pads the header with spaces (legal white space of JSON), so that the first tensor starts at a
+multiple of 4096 bytes. The header of a shard describes each stored box in ``__metadata__`` in the form of torch DCP's
+Hugging Face reader, so that other programs can read the shard without Holdfast.
 
-Invariants (both directions):
+Invariants (of encoder and decoder):
 1. ``8 + header length`` is at most ``HEADER_SIZE_BYTES_MAX``; written headers end at a multiple of ``DATA_ALIGNMENT``.
-2. Tensors fill the data part exactly: no hole, no overlap, no trailing byte; each length is shape times element size.
+2. Tensors fill the data part exactly: no hole, no overlap, no trailing byte. The length of each is its number of
+   elements times the element size.
 3. Names are unique.
 """
 
@@ -31,7 +32,7 @@ METADATA_KEY = "__metadata__"
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor of a file: bytes [``start``, ``stop``) (absolute) hold ``shape`` in C order, little endian."""
+    """One tensor of a file. The file's bytes [``start``, ``stop``) hold its elements in C order, little endian."""
 
     fqn: str
     dtype: str
@@ -41,7 +42,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A decoded header: tensors in file order; ``data_start`` is the absolute offset of the first one."""
+    """A decoded header: tensors in file order. ``data_start`` is the file offset of the first one."""
 
     tensors: tuple[StoredTensor, ...]
     metadata: dict[str, str]
@@ -49,14 +50,19 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the complete file in bytes."""
         return self.tensors[-1].stop if self.tensors else self.data_start
 
 
 def encode_header(
     tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str]
 ) -> tuple[bytes, Header]:
-    """Return the header bytes for tensors (name, dtype, shape) that follow each other, and the decoded header."""
+    """Return the header bytes of a new file, and the same header decoded.
+
+    Args:
+        tensors: (name, dtype, shape) of each tensor, in the order of the file.
+        metadata: content of ``__metadata__``.
+    """
     entries: dict[str, object] = {METADATA_KEY: dict(metadata)}
     places: list[tuple[str, str, Shape, int, int]] = []
     offset = 0
@@ -73,7 +79,7 @@ def encode_header(
 
 
 def dcp_metadata(boxes: Mapping[str, Box], save_name: str) -> dict[str, str]:
-    """Return ``__metadata__`` of a shard: its boxes for torch DCP's Hugging Face reader, and the name of the save."""
+    """Return ``__metadata__`` of a shard's header: the boxes in the form of torch DCP's reader, and the save's name."""
     sharding = {fqn: {"saved_offsets": box.offsets} for fqn, box in boxes.items()}
     return {
         "format": "pt",
@@ -84,10 +90,10 @@ def dcp_metadata(boxes: Mapping[str, Box], save_name: str) -> dict[str, str]:
 
 
 def header_size_bytes(prefix: bytes, file_size_bytes: int, where: str) -> int:
-    """Return the offset of the data part, from the first 8 bytes of a file.
+    """Return the file offset at which the tensors begin, from the first 8 bytes of a file.
 
     Raises:
-        CheckpointInvalid: the length is impossible.
+        CheckpointInvalid: the header length is impossible.
     """
     if len(prefix) < 8:
         refuse(where, "shorter than 8 bytes")
@@ -100,7 +106,12 @@ def header_size_bytes(prefix: bytes, file_size_bytes: int, where: str) -> int:
 
 
 def decode_header(data: bytes, file_size_bytes: int, where: str) -> Header:
-    """Return the checked header from the complete header part of a file (length word included).
+    """Decode and check the header of a file.
+
+    Args:
+        data: the complete header, with its 8 length bytes.
+        file_size_bytes: size of the file.
+        where: path of the file, for errors.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -162,6 +173,6 @@ def refuse(where: str, rule: str) -> NoReturn:
     """Raise the error for a file that breaks a rule.
 
     Raises:
-        CheckpointInvalid: ``where`` breaks ``rule``.
+        CheckpointInvalid: the file at ``where`` breaks ``rule``.
     """
     raise CheckpointInvalid(f"{where}: {rule}")

@@ -1,11 +1,11 @@
-"""Layouts (the parts of the tensors that each rank holds) as data, and pure functions of them.
+"""Layouts (the boxes of tensors that each rank holds) as data, and pure functions of them.
 
 - ``box``: rectangular regions of tensors.
 - ``shardings``: regular cuts of tensors.
 - ``layout``: the layout of a rank, and the catalogue of all ranks.
-- ``save_plan``: the parts that each rank writes.
+- ``save_plan``: the parts of boxes that each rank writes.
 - ``coverage``: the test whether boxes cover a tensor.
-- ``replica_digests``: the comparison of copies.
-- ``layout_completion``: layouts that a rank could not publish.
+- ``replica_digests``: the comparison of copies of the state.
+- ``layout_completion``: the entries of layouts that a rank could not publish.
 - ``value_sources``: the ranks from which plain values are loaded.
 """

@@ -15,11 +15,11 @@ from holdfast.errors import StateError
 Shape = tuple[int, ...]
 DIMENSIONS_MAX = 32
 LENGTH_MAX = 2**48
-"""Limit of the elements along one dimension, and so of the parts into which it can be cut."""
+"""Largest number of elements along one dimension, and of parts into which a dimension can be cut."""
 
 
 class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A region of a tensor: ``offsets[d] <= index[d] < offsets[d] + sizes[d]`` in every dimension d (elements)."""
+    """A region of a tensor: ``offsets[d] <= index[d] < offsets[d] + sizes[d]`` in every dimension d (in elements)."""
 
     offsets: Shape
     sizes: Shape
@@ -36,11 +36,11 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     @property
     def ends(self) -> Shape:
-        """First index after the box, per dimension."""
+        """The first index after the box, per dimension."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common region, or None when it has no element."""
+        """Return the region common to both boxes; None if it has no element."""
         offsets: list[int] = []
         sizes: list[int] = []
         for a, a_size, b, b_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -53,7 +53,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """Return True when every element of ``other`` is in this box."""
+        """Return True if every element of ``other`` is in this box."""
         return all(
             a <= c and c + d <= a + b
             for a, b, c, d in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -65,7 +65,9 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes ``start`` to ``stop`` (C order) of one box of a tensor: what is compared, and what a transfer asks for.
+    """A byte range [``start``, ``stop``) of one box of a tensor, in C order. (It is not an extent of a file.)
+
+    Comparisons of copies and transfers of state name their data in this form.
 
     Example:
         >>> str(Extent("fc.weight", Box((0, 0), (2, 4)), 0, 32))
@@ -79,7 +81,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes; negative for a request that makes no sense."""
+        """Number of bytes; negative if an invalid request has ``stop`` before ``start``."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -87,12 +89,12 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 def is_shape(shape: Sequence[int]) -> bool:
-    """Return True when a tensor can have this shape."""
+    """Return True if a tensor can have this shape."""
     return len(shape) <= DIMENSIONS_MAX and all(0 <= n <= LENGTH_MAX for n in shape)
 
 
 def subtract(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """Return the regions of ``box`` that none of ``covers`` covers, as disjoint boxes."""
+    """Return the regions of ``box`` that no box of ``covers`` covers, as disjoint boxes."""
     rest = [box] if box.numel else []
     for cover in covers:
         if not rest:
@@ -102,7 +104,7 @@ def subtract(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def _minus(box: Box, cover: Box) -> list[Box]:
-    """Return ``box`` without ``cover``: at most two slabs per dimension."""
+    """Return the region of ``box`` outside of ``cover``, as at most two boxes per dimension."""
     common = box.intersect(cover)
     if common is None:
         return [box]
@@ -124,10 +126,10 @@ def _with(offsets: Sequence[int], sizes: Sequence[int], d: int, offset: int, len
 
 
 def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Return the flat (C-order) element range [start, stop) of an array of ``sizes`` as boxes, in flat order.
+    """Return boxes that together are the elements [start, stop), in C order, of an array of shape ``sizes``.
 
-    There are at most ``2 * dimensions - 1`` boxes. Each is one contiguous flat range. Use this to declare the shards of
-    an optimizer that cuts flattened parameters (ZeRO, Megatron's distributed optimizer).
+    There are at most ``2 * dimensions - 1`` boxes, in C order. Each box is contiguous in memory. Use this to declare
+    the shards of an optimizer that cuts flattened parameters (ZeRO, Megatron's distributed optimizer).
 
     Raises:
         StateError: the range is outside the array.
@@ -155,7 +157,10 @@ def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def flat_regions(box: Box, start: int, stop: int) -> list[Box]:
-    """Return the flat (C-order) elements [start, stop) of a box as boxes in tensor coordinates, in flat order."""
+    """Return boxes that together are the elements [start, stop), in C order, of ``box``.
+
+    The result is in C order, in the coordinates of the complete tensor.
+    """
     return [
         Box(tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True)), part.sizes)
         for part in flat_range_boxes(box.sizes, start, stop)

@@ -1,9 +1,9 @@
-"""Test whether boxes cover a tensor, in a time that a hostile list of boxes cannot stretch.
+"""The test whether boxes cover a tensor, in a time that is bounded even for a hostile list of boxes.
 
 Theory. Along the first dimension the edges of the boxes cut the tensor into slabs. Inside a slab every box either spans
-the slab or is absent, so the question is the same with one dimension less. Layouts of real jobs, regular or not, have
-few boxes per slab. A hostile list could have many boxes in very many slabs, and would take quadratic time: it is
-refused.
+the slab or is absent, so the same test continues with one dimension less. Layouts of real jobs, regular or not, have
+few boxes per slab. A hostile list could have many boxes in very many slabs, and would take quadratic time. Such a list
+is refused.
 
 Invariants:
 1. The answer is exact: disjoint regions that together are the uncovered part of the tensor.
@@ -25,12 +25,12 @@ _Spans = tuple[tuple[int, int], ...]  # (offset, size) per dimension
 
 
 def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """Return the same regions as :func:`uncovered`, fast for the layouts of real jobs.
+    """Return the regions of a tensor of ``shape`` that no box covers, in linear time for the layouts of real jobs.
 
-    A tensor without elements is missing, too, if there is no box.
+    A tensor without elements counts as missing if there is no box.
 
     Raises:
-        StateError: see :func:`uncovered`.
+        StateError: the boxes are cut too irregularly for an answer in reasonable time.
     """
     whole = Box.whole(shape)
     if not boxes:
@@ -41,7 +41,7 @@ def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
 
 
 def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return True when the boxes are exactly the parts of a regular cut of every dimension, in linear time."""
+    """Return True if the boxes are exactly the parts of a regular cut of every dimension, in linear time."""
     cells = 1
     for d, length in enumerate(shape):
         intervals = sorted({(box.offsets[d], box.sizes[d]) for box in boxes})
@@ -57,7 +57,7 @@ def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions of a tensor of ``shape`` that none of ``boxes`` (all inside it) covers, in C order.
+    """Return the regions of a tensor of ``shape`` that no box covers, in C order. All boxes must lie inside the tensor.
 
     Raises:
         StateError: the boxes are cut too irregularly for an answer in reasonable time.
@@ -75,7 +75,7 @@ class _Search:
         self._work = work
 
     def holes(self, d: int, boxes: list[_Spans]) -> list[_Spans]:
-        """Return the uncovered regions in the dimensions from ``d`` on."""
+        """Return the regions that ``boxes`` leave uncovered, in the dimensions from ``d`` on."""
         if d == len(self._shape):
             return [] if boxes else [()]
         if not boxes:
@@ -96,7 +96,7 @@ class _Search:
             active |= {index: boxes[index] for index in begins.get(start, ())}
             self._spend(len(active))
             inner = self.holes(d + 1, list(active.values()))
-            if inner and inner == before:  # the previous slab has the same holes: extend them
+            if inner and inner == before:  # the previous slab has the same holes: these are extended
                 grown = found[-len(inner) :]
                 found[-len(inner) :] = [((h[0][0], stop - h[0][0]), *h[1:]) for h in grown]
             else:

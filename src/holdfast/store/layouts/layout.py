@@ -1,11 +1,11 @@
 """Layouts as data: the boxes of tensors that each rank holds.
 
-Theory. A *box* is a rectangular region of a global tensor. Each rank declares its boxes (:class:`RankLayout`), if
-possible as parts of a regular cut. The :class:`Catalogue` joins the declarations of all ranks into a few grids
-(``shardings.py``), so it grows with the number of ranks and the number of tensors, not with their product. A rank sends
-a table of tensors, which is the same for most ranks, and the few *places* (boxes and cells) that the table refers to. A
-rank may hold several boxes of one tensor (strided shards, flat ranges of a ZeRO optimizer: see
-:func:`flat_range_boxes`).
+Theory. A *box* is a rectangular region of a complete tensor. Each rank declares its boxes (:class:`RankLayout`), if
+possible as cells, which are parts of a regular cut. The :class:`Catalogue` joins the declarations of all ranks into a
+few grids (``shardings.py``). So its size grows with ranks + tensors, not with ranks x tensors. A rank sends a table of
+tensors, which is the same for most ranks, and the few boxes and cells of this rank. A row of the table refers to its
+box or cell by a number, the ``place``. A rank may hold several boxes of one tensor (strided shards, flat ranges of a
+ZeRO optimizer: see :func:`flat_range_boxes`).
 
 Invariants:
 1. Offsets and sizes are in elements, one number per dimension; a scalar has no dimension and exactly one element.
@@ -69,13 +69,13 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
     "F64": 8,
     "C64": 8,
 }
-"""Element size per dtype name; the names are those of the safetensors format."""
+"""Element size in bytes by dtype name; the names are those of the safetensors format."""
 
 
 class TensorMeta(msgspec.Struct, frozen=True, order=True):
-    """One box that a rank holds: ``shape`` is the global shape, ``dtype`` a key of :data:`DTYPE_SIZE_BYTES`.
+    """One box of a tensor that a rank holds. ``shape`` is the shape of the complete tensor.
 
-    ``cuts`` names the part of a regular cut that the box is, if known: a hint that keeps catalogues small.
+    ``cuts`` is the cell (part of a regular cut) that equals the box; None: not known. It keeps catalogues small.
     """
 
     fqn: str
@@ -86,12 +86,15 @@ class TensorMeta(msgspec.Struct, frozen=True, order=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the box."""
+        """Size of the box in bytes."""
         return self.box.numel * DTYPE_SIZE_BYTES[self.dtype]
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a table. ``place`` n >= 0 is ``cells[n]`` of the declaration, n < 0 is ``boxes[-n - 1]``."""
+    """One row of the table of a :class:`Declaration`: a tensor, and the number ``place`` of its cell or box.
+
+    A ``place`` n >= 0 is ``cells[n]`` of the declaration, n < 0 is ``boxes[-n - 1]``.
+    """
 
     fqn: str
     dtype: str
@@ -100,7 +103,10 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Declaration(msgspec.Struct, frozen=True):
-    """A rank layout as it is sent. Ranks that cut the same tensors in the same way have the same table ``tensors``."""
+    """A rank's layout in the form that is sent: the table ``tensors``, and the cells and boxes that its rows refer to.
+
+    Ranks that cut the same tensors in the same way have the same table.
+    """
 
     rank: int
     world: int
@@ -109,16 +115,20 @@ class Declaration(msgspec.Struct, frozen=True):
     tensors: tuple[Row, ...]
 
     def box(self, row: Row) -> Box:
-        """Return the box that this rank holds of the tensor in a row of the table."""
+        """Return the box of the tensor in ``row`` that this rank holds."""
         if row.place < 0:
             return self.boxes[-row.place - 1]
         return cut_box(row.shape, self.cells[row.place])
 
     def check(self, places: Iterable[tuple[int, int]]) -> None:
-        """Raise an error if this declaration lacks one of ``places`` (with their dimensions) of its table.
+        """Raise an error if the table refers to a cell or box that this declaration does not have.
+
+        Args:
+            places: pairs (number of a cell or box as in ``Row.place``, number of dimensions of its tensor), from
+                :func:`places_of`.
 
         Raises:
-            StateError: names the place.
+            StateError: names the number of the missing cell or box.
         """
         for place, dimensions in places:
             if not -len(self.boxes) <= place < len(self.cells):
@@ -130,19 +140,19 @@ class Declaration(msgspec.Struct, frozen=True):
 
 
 def places_of(rows: Iterable[Row]) -> set[tuple[int, int]]:
-    """Return the places that a table names, with the dimensions of their tensors."""
+    """Return the distinct pairs (number of a cell or box, number of dimensions of its tensor) in a table's rows."""
     return {(row.place, len(row.shape)) for row in rows}
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """The layout of one rank: all its boxes, and the number of ranks (``world``). Entries may share a tensor name."""
+    """The layout of one rank: all its boxes, and the number of ranks (``world``). A tensor may have several entries."""
 
     rank: int
     tensors: tuple[TensorMeta, ...]
     world: int
 
     def declaration(self) -> Declaration:
-        """Return the form that is sent. Boxes without elements are dropped (invariant 2).
+        """Return this layout in the form that is sent. A box without elements is dropped, unless its tensor has none.
 
         Raises:
             StateError: unknown dtype, a box of other dimensions than its tensor, or a box that contradicts its cuts.
@@ -162,7 +172,7 @@ class RankLayout(msgspec.Struct, frozen=True):
         return Declaration(self.rank, self.world, tuple(cells), tuple(boxes), tuple(rows))
 
     def encode(self) -> Layout:
-        """Return :meth:`declaration` as JSON, in the two parts of the ``LayoutPublished`` message."""
+        """Return :meth:`declaration` as JSON, in the two parts of a ``LayoutPublished`` message, the table last."""
         said = self.declaration()
         own = _Own(said.rank, said.world, said.cells, said.boxes)
         return Layout(msgspec.json.encode(own), msgspec.json.encode(said.tensors))
@@ -199,14 +209,14 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the complete tensor."""
+        """Size of the complete tensor in bytes."""
         return math.prod(self.shape) * DTYPE_SIZE_BYTES[self.dtype]
 
 
 class Catalogue(msgspec.Struct, frozen=True, dict=True):
     """All tensors of a job and their holders.
 
-    ``absent`` are the ranks of the world that declared nothing: boxes that only they hold are unknown.
+    ``absent`` are the ranks below ``world`` that declared no layout. Boxes that only these ranks hold are unknown.
     """
 
     version: int
@@ -217,7 +227,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @staticmethod
     def from_layouts(layouts: Mapping[int, RankLayout]) -> Catalogue:
-        """Return the catalogue of the layouts of the ranks (rank -> layout).
+        """Return the catalogue of the layouts of the ranks (by rank).
 
         Raises:
             StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
@@ -226,19 +236,19 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @staticmethod
     def from_encoded(layouts: Mapping[int, Layout]) -> Catalogue:
-        """Return the same as :meth:`from_layouts`, from encoded layouts (``RankLayout.encode``).
+        """Return the catalogue of encoded layouts (by rank), as :meth:`RankLayout.encode` returns them.
 
         Raises:
-            StateError: see :meth:`from_layouts`.
+            StateError: text that is no layout, a broken invariant, or two ranks that disagree about a tensor.
         """
         return Catalogue.from_declarations(declarations(layouts))
 
     @staticmethod
     def from_declarations(declared: Mapping[int, Declaration]) -> Catalogue:
-        """Return the same as :meth:`from_layouts`, from declarations. Tables that are one object are read once.
+        """Return the catalogue of declarations (by rank). A table that several declarations share is read only once.
 
         Raises:
-            StateError: see :meth:`from_layouts`.
+            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
         """
         worlds = {declaration.world for declaration in declared.values()}
         if len(worlds) != 1:
@@ -254,7 +264,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @staticmethod
     def from_json(data: bytes) -> Catalogue:
-        """Return the catalogue of :meth:`to_json`. Every invariant is checked again.
+        """Decode a catalogue from the result of :meth:`to_json`. Every invariant is checked again.
 
         Raises:
             StateError: names the broken rule.
@@ -275,7 +285,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         return catalogue
 
     def to_json(self) -> bytes:
-        """Return canonical JSON (see ``docs/format.md``). A catalogue that was read returns its original bytes."""
+        """Return the catalogue as canonical JSON (``docs/format.md``). A decoded one returns its original bytes."""
         return self._json
 
     @cached_property
@@ -284,17 +294,20 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 of :meth:`to_json`, 32 hex digits."""
+        """The xxh3-128 digest of :meth:`to_json`, 32 hex digits."""
         return xxhash.xxh3_128_hexdigest(self.to_json())
 
     @cached_property
     def by_fqn(self) -> dict[str, TensorEntry]:
-        """All tensors by name."""
+        """All tensors of the catalogue by name."""
         return {tensor.fqn: tensor for tensor in self.tensors}
 
     @cached_property
     def kinds(self) -> dict[tuple[int, Shape], list[TensorEntry]]:
-        """Tensors with the same boxes, by grid and shape. There are few kinds, however many tensors there are."""
+        """The tensors by (index of the grid, shape). All tensors of one such pair have the same boxes.
+
+        There are few pairs, however many tensors there are.
+        """
         kinds: dict[tuple[int, Shape], list[TensorEntry]] = {}
         for tensor in self.tensors:
             kinds.setdefault((tensor.grid, tensor.shape), []).append(tensor)
@@ -307,17 +320,17 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors, each counted once."""
+        """Total size of all tensors in bytes, each tensor counted once."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     def boxes(self, tensor: TensorEntry) -> list[tuple[Box, tuple[int, ...]]]:
-        """Return all distinct boxes of a tensor with their holders, sorted."""
+        """Return all distinct boxes of a tensor with the ranks that hold them, sorted by box."""
         grid = self.grids[tensor.grid]
         held = grid.on(tensor.shape)
         return _with_holders(grid, held, np.arange(len(held.entry)))
 
     def held_by(self, rank: int) -> list[tuple[TensorEntry, Box, tuple[int, ...]]]:
-        """Return the boxes of one rank with all their holders, sorted by tensor and region."""
+        """Return (tensor, box, all ranks that hold this box) for each box of ``rank``, sorted by tensor and box."""
         entries = [grid.entries_of(rank) for grid in self.grids]
         known: dict[tuple[int, Shape], list[tuple[Box, tuple[int, ...]]]] = {}
         for number, shape in self.kinds:
@@ -339,7 +352,7 @@ class _VersionedCatalogue(msgspec.Struct):
 
 
 class _Own(msgspec.Struct):
-    """A declaration without its table."""
+    """A declaration without its table of tensors, as it is sent."""
 
     rank: int
     world: int
@@ -348,7 +361,7 @@ class _Own(msgspec.Struct):
 
 
 def declarations(layouts: Mapping[int, Layout]) -> dict[int, Declaration]:
-    """Return the decoded layouts by rank. Equal tables become one object.
+    """Decode layouts (by rank) into declarations. Equal tables become one object.
 
     Raises:
         StateError: the text is not the JSON of a layout.
@@ -369,13 +382,13 @@ def declarations(layouts: Mapping[int, Layout]) -> dict[int, Declaration]:
 
 
 def cut_box(shape: Shape, cuts: Cuts) -> Box:
-    """Return the box that a cell (a part of a regular cut) is on a tensor of ``shape``."""
+    """Return the box that a cell (a part of a regular cut) gives on a tensor of ``shape``."""
     parts = [cut(length, steps) for length, steps in zip(shape, cuts, strict=True)]
     return Box(tuple(offset for offset, _ in parts), tuple(size for _, size in parts))
 
 
 def _cuts_of(tensor: TensorMeta) -> Cuts | None:
-    """Return the cell that a declared box is; None: not known to be one."""
+    """Return the cell (part of a regular cut) that equals a declared box; None: no such cell is known."""
     if tensor.dtype not in DTYPE_SIZE_BYTES:
         raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
     if len(tensor.box.sizes) != len(tensor.shape) or len(tensor.box.offsets) != len(tensor.shape):
@@ -395,7 +408,7 @@ def _cuts_of(tensor: TensorMeta) -> Cuts | None:
 
 
 def _with_holders(grid: Grid, held: HeldBoxes, places: Integers) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return the boxes at the indices ``places`` with their holders, sorted."""
+    """Return the boxes at the indices ``places`` with the ranks that hold them, sorted by box."""
     holders = grid.holders
     who = (
         held.joined.get(place, holders[entry])
@@ -409,13 +422,13 @@ def _even_cuts(shape: Shape, box: Box) -> Cuts | None:
     cuts: list[tuple[tuple[int, int], ...]] = []
     for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
         if size <= 0 or length % size or offset % size or not 0 <= offset < length:
-            return None  # it may be outside of the tensor: that is checked later
+            return None  # whether the box lies inside the tensor is checked later
         cuts.append(() if size == length else ((length // size, offset // size),))
     return tuple(cuts)
 
 
 class _Join:
-    """The join of declarations. Tensors that have the same places in all tables share one grid."""
+    """The join of the declarations of all ranks. Tensors whose cells or boxes are equal on all ranks share a grid."""
 
     def __init__(self, declared: Mapping[int, Declaration]) -> None:
         self.tables: list[tuple[tuple[Row, ...], list[Declaration]]] = []
@@ -431,7 +444,7 @@ class _Join:
             self.tables[number][1].append(declaration)
 
     def tensors(self) -> dict[str, tuple[str, Shape, Grid]]:
-        """Return dtype, shape and grid of each tensor."""
+        """Return dtype, shape and grid of each tensor, by name."""
         meta: dict[str, tuple[str, Shape, int]] = {}
         uses: dict[str, set[tuple[int, int]]] = {}
         for number, (rows, members) in enumerate(self.tables):
@@ -457,7 +470,10 @@ class _Join:
         return out
 
     def _grid(self, uses: frozenset[tuple[int, int]], shape: Shape | None) -> Grid:
-        """Return the grid for these places: cells or, if a shape is given, boxes, each with its holders."""
+        """Return the grid for pairs (number of a table, number of a cell or box in the declarations with that table).
+
+        Without a shape the grid has cells, with a shape it has boxes. Each cell or box has its holders.
+        """
         if shape is None:
             cells: dict[Cuts, list[int]] = {}
             for number, place in uses:
@@ -483,9 +499,9 @@ def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
 def _numbered(
     world: int, absent: tuple[int, ...], tensors: Mapping[str, tuple[str, Shape, Grid]]
 ) -> Catalogue:
-    """Return the catalogue: tensors by name, equal grids once, numbered by their first use."""
+    """Return the catalogue: tensors sorted by name, each distinct grid once, grids in the order of their first use."""
     numbers: dict[Grid, int] = {}
-    same: dict[int, int] = {}  # a grid is large: hashed once, not once per tensor
+    same: dict[int, int] = {}  # a grid is large, so it is hashed once and not per tensor
     entries: list[TensorEntry] = []
     for fqn, (dtype, shape, grid) in sorted(tensors.items()):
         if id(grid) not in same:
@@ -527,7 +543,7 @@ def check_tensor(tensor: TensorEntry | TensorMeta) -> None:
     """Raise an error if no checkpoint can hold this tensor.
 
     Raises:
-        StateError: its name (see :func:`check_name`), its dtype or its shape.
+        StateError: its name, its dtype or its shape is not allowed.
     """
     check_name(tensor.fqn)
     if tensor.dtype not in DTYPE_SIZE_BYTES:
@@ -554,10 +570,10 @@ def _check_place(tensor: TensorEntry, grid: Grid) -> None:
 
 
 def check_name(fqn: str) -> None:
-    """Raise an error if a name cannot be a key of a safetensors file.
+    """Raise an error if the name of a tensor cannot be a key of a safetensors file.
 
     Raises:
-        StateError: empty, too long, reserved, no valid Unicode or with control characters.
+        StateError: the name is empty, too long, reserved, no valid Unicode, or has control characters.
     """
     if not 0 < len(fqn) <= FQN_LENGTH_MAX:
         raise StateError(

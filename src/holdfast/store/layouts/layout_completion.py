@@ -1,10 +1,11 @@
 """Completion of the layouts of ranks that had no time to publish the entries of their optimizer.
 
 Theory. Optimizer state appears with the first update, so each rank declares it after that update. A rank that died or
-was in doubt before this second declaration holds (or will hold) the same entries. An entry with the shape of its
-parameter has the same box as the parameter; any other entry is whole. So the missing declarations follow from one
-complete declaration, and every rank computes the same result. State that an optimizer cuts in its own way has other
-boxes. Where a declared entry shows that, its entry is not completed, and neither is that of a sharded optimizer.
+was in doubt before this second declaration holds (or will hold) the same entries as the other ranks. An entry with the
+shape of its parameter has the same box as the parameter; a rank holds any other entry whole. So the missing
+declarations follow from one complete declaration, and every rank computes the same result. An optimizer that cuts its
+state in its own way has other boxes. If one declared entry shows this, no rank's layout is completed with that entry.
+The entries of a sharded optimizer are never completed.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from holdfast.store.layouts.shardings import Cuts, whole_cuts
 
 PREFIX = "optimizer."
 SHARDED = "(sharded)"
-"""End of the name of an optimizer that keeps the state of a parameter on some of its holders only.
+"""End of the name of an optimizer that keeps the state of a parameter on some of the parameter's holders only.
 
-It is not completed.
+Layouts are not completed with entries of such an optimizer.
 """
 
 
 def catalogue_of(layouts: Mapping[int, Layout]) -> Catalogue:
-    """Return the catalogue of the published layouts (by rank), completed.
+    """Return the catalogue of the published layouts (by rank), with the optimizer entries that some ranks lack.
 
     Raises:
         StateError: a declaration breaks a rule of ``layout.py``, or two ranks disagree.
@@ -70,7 +71,7 @@ def _completed(
     added: list[Row] = []
     for row in known.values():
         parameter = _parameter(row.fqn, places)
-        if row.fqn in places or parameter is None:  # declared, or a rank of another pipeline stage
+        if row.fqn in places or parameter is None:  # declared already, or of another pipeline stage
             continue
         if row.shape and row.shape == places[parameter][0].shape:
             added += [Row(row.fqn, row.dtype, row.shape, at.place) for at in places[parameter]]
@@ -89,7 +90,7 @@ def _places(declaration: Declaration) -> dict[str, list[Row]]:
 
 
 def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]) -> bool:
-    """Return True for an entry that is whole or has the box of its parameter."""
+    """Return True if an optimizer entry is whole on its rank, or has the box of its parameter."""
     if declaration.box(row).sizes == row.shape:
         return True
     parameter = _parameter(row.fqn, places)
@@ -97,7 +98,7 @@ def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]
 
 
 def _parameter(fqn: str, places: Mapping[str, list[Row]]) -> str | None:
-    """Return the declared parameter that ``optimizer.<name>.<parameter>.<key>`` belongs to; None: not declared."""
+    """Return the declared parameter in the name ``optimizer.<name>.<parameter>.<key>``; None: none is declared."""
     rest = fqn.removeprefix(PREFIX).partition(".")[2]
     while "." in rest:
         rest = rest.rpartition(".")[0]

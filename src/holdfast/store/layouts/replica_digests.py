@@ -1,14 +1,15 @@
-"""The parts of the state that several ranks hold, and the turn in which each part is compared.
+"""The comparison of copies: the bytes of the state that several ranks hold, and the votes in which they are compared.
 
-Theory. Ranks that hold an identical box hold copies of each other: they form a *group*. All boxes of a group, one after
-the other, are one *stream* of bytes, equal on every member. A turn compares one slice of every stream, and ``turns``
-turns compare all of it. The slice of a turn follows from the catalogue alone, so all holders take digests of the same
-bytes without communication. One number (``plan``) shows whether two ranks have the same catalogue. A rank adds up the
-digests of its groups, each times its own *factor* in that group. The factors of the members of a group add up to zero,
-so equal copies cancel out of the sum over all ranks.
+Theory. Ranks that hold the same boxes form a *group*: their boxes are copies of each other. All boxes of a group, one
+after the other, are one *stream* of bytes, equal on every member. One comparison is called a *turn* here. A turn
+compares one slice of every stream, and ``turns`` turns compare all of it. The slice of a turn follows from the
+catalogue alone, so all holders take digests of the same bytes without communication. One number (``plan``) shows
+whether two ranks have the same catalogue. A rank multiplies the digest of each of its groups by its *factor* in that
+group, and adds up the products. The factors of the members of a group add up to zero, so equal copies cancel out of the
+sum over all ranks.
 
 Invariants:
-1. All holders of a box digest the same bytes of it in the same turn, whatever else each of them holds.
+1. In a turn all holders of a box digest the same bytes of the box, whatever other boxes each of them holds.
 2. Within ``turns`` consecutive turns every byte of every group is compared once.
 3. The factors of a group add up to zero.
 """
@@ -27,7 +28,7 @@ NAMED_MAX = 32
 
 
 class ReplicaGroup(NamedTuple):
-    """The boxes that exactly these ranks hold. ``extents`` are whole boxes, in the order of the stream."""
+    """The boxes that exactly the ranks ``holders`` hold. ``extents`` are these boxes, complete."""
 
     holders: tuple[int, ...]
     factor: int  # the factor of this rank
@@ -35,7 +36,7 @@ class ReplicaGroup(NamedTuple):
     size_bytes: int
 
     def cut(self, start: int, stop: int) -> list[Extent]:
-        """Return the bytes ``start`` to ``stop`` of the stream, as parts of its boxes."""
+        """Return the bytes ``start`` to ``stop`` of the group's stream (its boxes in order) as byte ranges of boxes."""
         found, at = [], 0
         for extent in self.extents:
             size = extent.size_bytes
@@ -55,7 +56,7 @@ class ReplicaCopies:
         catalogue: the catalogue of all ranks.
         rank: the rank of this process.
         compared: returns True for a tensor name whose copies are equal on all holders after every step.
-        turns: the number of turns that compare everything once.
+        turns: the number of comparisons in which every byte is compared once.
     """
 
     def __init__(self, catalogue: Catalogue, rank: int, compared: Callable[[str], bool], turns: int) -> None:
@@ -70,11 +71,11 @@ class ReplicaCopies:
                     found.append((group, extents))
 
     def turn(self, number: int) -> list[tuple[ReplicaGroup, list[Extent]]]:
-        """Return the parts to compare in turn ``number`` (counted without end), by group."""
+        """Return the byte ranges to compare in comparison ``number`` (any integer >= 0), by group of holders."""
         return self._turns[number % len(self._turns)]
 
     def whole(self) -> list[tuple[ReplicaGroup, list[Extent]]]:
-        """Return each group of ranks that hold the same boxes, with all extents of these boxes."""
+        """Return each group of ranks that hold the same boxes, with these boxes, complete."""
         return [(group, list(group.extents)) for group in self.groups]
 
 
@@ -92,7 +93,7 @@ def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) ->
 
 
 def runs(extents: Sequence[Extent]) -> list[tuple[str, list[Extent]]]:
-    """Return consecutive extents in at most ``NAMED_MAX`` runs of about equal number, each with its name."""
+    """Divide extents into at most ``NAMED_MAX`` lists of about equal length. Each list has a name for messages."""
     size = max(1, -(-len(extents) // NAMED_MAX))
     parts = [list(extents[at : at + size]) for at in range(0, len(extents), size)]
     return [

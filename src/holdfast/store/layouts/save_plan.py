@@ -1,13 +1,14 @@
-"""The plan of a save: the bytes that each rank writes. Every rank computes the plan itself from the catalogue.
+"""The plan of a save: the bytes that each rank writes. Every rank computes the same plan from the catalogue.
 
-Theory. The boxes that the same living ranks hold form one *stream* of bytes, in the order of the catalogue. A stream is
-divided among its holders: each gets one stretch of it. The lengths bring all holders to one common load (streams with
-few holders come first, because they leave the least choice). Laid out one after the other, ``copies`` times around the
-stream, the stretches cover every byte ``copies`` times, and no stretch overlaps itself. The ends of a stretch are moved
-to places where a box may be cut: between rows of its first dimension longer than 1, so that every part is one
-contiguous byte range. All of this is arithmetic on grids and groups of holders. Only the caller's own stretches become
-lists of boxes. With all ranks as ``sources`` this is the plan of a periodic checkpoint, with the living ranks that of a
-last-gasp checkpoint.
+Theory. The boxes that the same set of living ranks holds, one after the other in the order of the catalogue, form one
+*stream* of bytes. Each stream is divided among its holders: each holder writes one byte range, its *stretch*. The
+lengths of the stretches make the loads of all holders as equal as possible. Streams with few holders are divided first,
+because they leave the least choice. Laid end to end, the stretches run ``copies`` times through the stream (after its
+end they continue at its start). So they cover every byte ``copies`` times, and no stretch contains a byte twice. The
+ends of a stretch are moved to offsets at which a box may be cut. These are the borders between rows of its first
+dimension longer than 1, so that every part of a box is one contiguous byte range. All of this is arithmetic on grids
+and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` are all
+ranks for a periodic checkpoint, and the living ranks for a last-gasp checkpoint.
 
 Invariants:
 1. The plan is a pure function of (catalogue, sources, copies): integers only, ties broken by name and rank.
@@ -36,16 +37,16 @@ from holdfast.store.layouts.shardings import HeldBoxes, Integers
 from holdfast.text import noun_of
 
 PART_SIZE_BYTES_MIN = 1024 * 1024
-"""Smallest size of a part, about: each part costs a header entry and a read."""
+"""Approximate smallest size of a part of a box: each part costs a header entry and a read."""
 
 UNCOVERED_MAX = 1000
-NAMED_MAX = 4  # in a message
+NAMED_MAX = 4  # names in a message
 
 
 class WriteItem(msgspec.Struct, frozen=True, order=True):
-    """Order to write ``part`` of tensor ``fqn``.
+    """A part of a tensor that one rank writes.
 
-    The writer holds the part inside its ``box`` (both in global coordinates).
+    ``part`` lies inside ``box``, which the rank holds. Both are in the coordinates of the complete tensor.
     """
 
     fqn: str
@@ -53,7 +54,10 @@ class WriteItem(msgspec.Struct, frozen=True, order=True):
     part: Box
 
     def byte_range(self, item_size_bytes: int) -> tuple[int, int]:
-        """Return the first and last byte (exclusive) of the part within the bytes of the box."""
+        """Return the byte range [start, stop) of the part within the bytes of its box.
+
+        ``item_size_bytes`` is the size of one element.
+        """
         before, per_row = 0, item_size_bytes
         for d in reversed(range(len(self.box.sizes))):
             before += (self.part.offsets[d] - self.box.offsets[d]) * per_row
@@ -79,7 +83,7 @@ class SavePlan(msgspec.Struct, frozen=True):
     absent: tuple[int, ...]
 
     def items(self, rank: int) -> tuple[WriteItem, ...]:
-        """Return the parts that ``rank`` writes, sorted by name and region."""
+        """Return the parts that ``rank`` writes, sorted by tensor name and region."""
         return self.shares.get(rank, ())
 
     @property
@@ -88,7 +92,7 @@ class SavePlan(msgspec.Struct, frozen=True):
         return not self.uncovered and not self.absent
 
     def why_incomplete(self) -> str:
-        """Return one line that names the missing parts, or an empty string."""
+        """Return one line that names the missing layouts and boxes, or an empty string if the plan is complete."""
         reasons = [f"{_ranks(self.absent)} declared no layout"] if self.absent else []
         if self.uncovered:
             reasons.append(f"no living rank holds {_some([f'{fqn}{box}' for fqn, box in self.uncovered])}")
@@ -96,12 +100,12 @@ class SavePlan(msgspec.Struct, frozen=True):
 
 
 def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> SavePlan:
-    """Return the plan of a save. The share of each rank is computed when it is read.
+    """Return the plan of a save. The share of a rank is computed when it is first read from the plan.
 
     Args:
-        catalogue: all tensors and their holders, the dead included.
+        catalogue: all tensors and their holders, including dead ranks.
         sources: ranks that can write (living and sound).
-        copies: number of different writers of each box, as far as it has holders.
+        copies: number of ranks that write each box; fewer if the box has fewer holders.
 
     Raises:
         StateError: a source is not in the catalogue, or ``copies`` < 1.
@@ -115,14 +119,14 @@ def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Save
 
 
 class _Shares(Mapping[int, tuple[WriteItem, ...]]):
-    """The divided streams. The list of parts of a rank is made when it is read."""
+    """The parts that each rank writes, as a mapping by rank. The entry of a rank is computed when it is first read."""
 
     def __init__(self, catalogue: Catalogue, sources: frozenset[int], copies: int) -> None:
         self.catalogue = catalogue
         self.sources = sources
         self.copies = copies
         self.groups: dict[tuple[int, ...], int] = {}
-        # The group of each entry of each grid; -1: no living holder.
+        # Per grid: the number of the group of living holders of each entry; -1: no living holder.
         self.living = [
             np.array([self._group(ranks) for ranks in grid.holders], np.int64) for grid in catalogue.grids
         ]
@@ -144,14 +148,14 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
     def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
-        """Return for each box the number of the group of ranks that hold it; -1: no living rank does."""
+        """Return for each box the number of the group of living ranks that hold it; -1: no living rank does."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
             groups[place] = self._group(ranks)
         return groups
 
     def _measure(self) -> Integers:
-        """Return the size in bytes of the stream of each group. Collect the boxes without a living holder."""
+        """Return the size in bytes of the stream of each group of holders. Collect the boxes without living holder."""
         sizes = np.zeros(len(self.groups), np.int64)
         for kind, tensors in self.kinds.items():
             held = self.catalogue.grids[kind[0]].on(kind[1])
@@ -195,7 +199,10 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return found
 
     def _deal(self) -> dict[tuple[int, ...], list[int]]:
-        """Divide each stream. Return per group the start of each holder's stretch, and the end of the last one."""
+        """Divide each stream among its holders.
+
+        Return, by group of holders, the start of each holder's stretch in bytes, and the end of the last stretch.
+        """
         loads = np.zeros(self.catalogue.world, np.int64)
         several: list[tuple[int, tuple[int, ...], int]] = []
         for ranks, number in self.groups.items():
@@ -231,7 +238,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return tuple(sorted(items))
 
     def _streams(self, rank: int) -> dict[tuple[int, ...], list[tuple[str, Box, int]]]:
-        """Return the streams that ``rank`` has a part in: (tensor, box, bytes), in order."""
+        """Return the streams that ``rank`` holds, by group of holders, as lists of (tensor, box, size in bytes)."""
         names = list(self.groups)
         mine = np.array([rank in ranks for ranks in names] + [False])  # the last one: no living holder
         found: dict[tuple[int, tuple[int, ...]], list[tuple[int, Box]]] = {}
@@ -254,7 +261,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _stretch(
         self, ranks: tuple[int, ...], rank: int, stream: Sequence[tuple[str, Box, int]]
     ) -> Iterator[tuple[str, Box, Box]]:
-        """Yield (tensor, box, part) of the stretch of ``rank``."""
+        """Yield (tensor, box, part of the box) for all that ``rank`` writes of one stream."""
         if len(ranks) == 1:
             yield from ((fqn, box, box) for fqn, box, _ in stream)
             return
@@ -275,14 +282,17 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
 
 
 def _level(loads: Integers, size_bytes: int, copies: int) -> Integers:
-    """Return how many bytes each holder takes of ``copies`` times ``size_bytes``, up to one common load.
+    """Return the number of bytes of one stream that each holder writes, so that the loads become as equal as possible.
 
-    No holder takes a byte twice.
+    Args:
+        loads: bytes that each holder writes already.
+        size_bytes: size of the stream. No holder writes more, because none writes a byte twice.
+        copies: the number of times that each byte is written.
     """
     if copies == len(loads):
         return np.full(len(loads), size_bytes, np.int64)
     wanted = copies * size_bytes
-    # At the common level L the holders take the sum of clip(L - load, 0, size). It is linear between these levels.
+    # For a common load L the holders take sum(clip(L - load, 0, size)) bytes: linear in L between these levels.
     levels = np.concatenate([loads, loads + size_bytes])
     order = np.argsort(levels, kind="stable")
     levels = levels[order]
@@ -297,7 +307,7 @@ def _level(loads: Integers, size_bytes: int, copies: int) -> Integers:
 
 
 def _cuttable(at: int, stream: Sequence[tuple[str, Box, int]], ends: Sequence[int]) -> int:
-    """Return the place nearest to ``at`` where the stream may be cut. The result is monotonic in ``at``."""
+    """Return the offset nearest to ``at`` at which the stream may be cut. The result is monotonic in ``at``."""
     total = ends[-1]
     rounds, at = divmod(at, total)
     index = bisect_right(ends, at) - 1
@@ -312,19 +322,19 @@ def _cuttable(at: int, stream: Sequence[tuple[str, Box, int]], ends: Sequence[in
 
 
 def _axis(box: Box) -> int:
-    """Return the dimension along which a box is cut: every slab of it is one contiguous range."""
+    """Return the dimension along which a box is cut: each slice along it is one contiguous byte range."""
     return next((d for d, size in enumerate(box.sizes) if size > 1), 0)
 
 
 def _steps(box: Box, size_bytes: int) -> tuple[int, int]:
-    """Return the size in bytes of the smallest piece of a box, and the number of its pieces."""
+    """Return the size in bytes of the smallest piece into which a box is cut, and the number of these pieces."""
     per_row = size_bytes // (box.sizes[_axis(box)] if box.sizes else 1)
     step = -(-PART_SIZE_BYTES_MIN // per_row) * per_row
     return min(step, size_bytes), max(1, size_bytes // step)
 
 
 def _slab(box: Box, size_bytes: int, low: int, high: int) -> Box:
-    """Return the bytes ``low`` to ``high`` of a box as a box. Both are edges of rows."""
+    """Return the bytes ``low`` to ``high`` of a box as a box. Both offsets lie between two rows."""
     if (low, high) == (0, size_bytes):
         return box
     axis = _axis(box)

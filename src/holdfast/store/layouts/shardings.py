@@ -2,15 +2,16 @@
 
 Theory. Meshes cut tensors like ``torch.chunk``: a dimension of n elements into p parts of ceil(n / p), the last ones
 shorter or empty. A nested cut cuts such a part again. A *cell* names, per dimension, the part of each cut that a rank
-holds. It has no lengths, so one *grid* (a set of cells) describes all tensors that are cut in the same way, whatever
-their shapes. A job has a few grids (sharded, replicated, per pipeline stage), each as large as the number of ranks. The
-boxes of one tensor follow by arithmetic. A layout that is no regular cut is listed as boxes, per shape.
+holds. A cell contains no lengths, so one *grid* (a set of cells) describes all tensors that are cut in the same way,
+whatever their shapes. A job has a few grids (sharded, replicated, per pipeline stage), each as large as the number of
+ranks. The boxes of a tensor are computed from its grid and its shape. A layout that is no regular cut is listed as
+boxes, per shape.
 
 Invariants:
 1. A grid has cells or boxes, not both. Either kind is sorted and unique. Ranks are ascending and unique.
-2. Every step of a cut has at least two parts: "whole" has one spelling, no step.
-3. When all cells take the same cuts, they never overlap on any shape. When they are as many as these cuts have parts,
-   they cover any shape exactly once (``exact``).
+2. Every step of a cut has at least two parts: a dimension that is not cut has no step.
+3. If all cells of a grid are parts of the same cuts, they never overlap on any shape. If there also are as many cells
+   as these cuts have parts, they cover any shape exactly once (``exact``).
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ STEPS_MAX = 2**26
 
 Integers = NDArray[np.int64]
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
-"""Per dimension the steps (parts, index), outermost first. A dimension without a step is whole."""
+"""A cell: per dimension the steps (number of parts, index of one part), the outermost first.
+
+A dimension without a step is whole.
+"""
 
 
 def whole_cuts(dimensions: int) -> Cuts:
-    """Return the cell that is the whole tensor."""
+    """Return the cell that is the whole tensor, for a tensor of ``dimensions`` dimensions."""
     return ((),) * dimensions
 
 
 def cut(length: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return (offset, size) of one part of ``length`` elements."""
+    """Return (offset, size) of one part of a dimension of ``length`` elements.
+
+    ``steps`` are nested cuts (number of parts, index of the part), the outermost first.
+    """
     offset, size = 0, length
     for parts, index in steps:
         chunk = -(-size // parts)
@@ -52,7 +59,7 @@ def cut(length: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 class Cell(msgspec.Struct, frozen=True, array_like=True):
-    """One cell and the ranks that hold it."""
+    """One cell (part of a regular cut) and the ranks that hold it."""
 
     cuts: Cuts
     ranks: tuple[int, ...]
@@ -69,8 +76,8 @@ class BoxHolders(msgspec.Struct, frozen=True, array_like=True):
 class HeldBoxes(NamedTuple):
     """The distinct boxes of a grid on one shape, without empty ones. ``offsets`` and ``sizes`` are [boxes, dimensions].
 
-    ``entry`` is the cell (or listed box) that each box comes from. Boxes in ``joined`` come from several cells that are
-    one box on this shape; ``joined`` gives their holders.
+    ``entry`` has for each box the index of its cell (or listed box) in the grid. If several cells give one box on this
+    shape, ``joined`` has all holders of the box, by its index.
     """
 
     offsets: Integers
@@ -92,16 +99,16 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each entry."""
+        """The ranks that hold each cell, or each listed box, in the order of the grid."""
         return tuple(entry.ranks for entry in self.cells or self.boxes)
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """All ranks that hold a part."""
+        """All ranks that hold a cell or listed box of this grid."""
         return frozenset(rank for ranks in self.holders for rank in ranks)
 
     def entries_of(self, rank: int) -> list[int]:
-        """Return the cells (or listed boxes) of one rank, as indices."""
+        """Return the indices of the cells (or listed boxes) that ``rank`` holds."""
         return [entry for entry, ranks in enumerate(self.holders) if rank in ranks]
 
     @cached_property
@@ -124,23 +131,26 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _regular(self) -> bool:
-        """True if all cells are parts of the same cuts: distinct cells are then distinct boxes, or empty ones."""
+        """True if all cells are parts of the same cuts: distinct cells then give distinct or empty boxes."""
         parts = self._steps[..., 0]
         return bool((parts == parts[:, :, :1]).all())
 
     @cached_property
     def exact(self) -> bool:
-        """True if the cells cover every shape exactly once (invariant 3). If False, they may still do so."""
+        """True if the cells are known to cover every shape exactly once. If False, they may still do so."""
         if not self.cells or not self._regular:
             return False
         return math.prod(self._steps[:, :, 0, 0].ravel().tolist()) == len(self.cells)
 
     def on(self, shape: Shape, among: Sequence[int] | None = None) -> HeldBoxes:
-        """Return the boxes on a tensor of ``shape``. A tensor without elements has one box, the whole, held by all.
+        """Return the boxes that this grid gives on a tensor of ``shape``.
+
+        A tensor without elements has one box, the whole tensor, which all ranks of the grid hold.
 
         Args:
             shape: the shape of the tensor.
-            among: the entries that are needed. The result contains at least these.
+            among: indices of the cells (or listed boxes) that are needed; None: all. The result contains at least
+                these.
         """
         if 0 in shape:
             zero = np.zeros((1, len(shape)), np.int64)
@@ -149,7 +159,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             )
         if self.boxes:
             return HeldBoxes(*self._listed, np.arange(len(self.boxes)), {})
-        # Cells that are one box on this shape are only found among all cells.
+        # Cells that give the same box on this shape are only found among all cells.
         entries = (
             np.arange(len(self.cells)) if among is None or not self._regular else np.array(among, np.int64)
         )
@@ -172,7 +182,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
         return held if self._regular else self._merged(held)
 
     def _merged(self, held: HeldBoxes) -> HeldBoxes:
-        """Return the boxes with those joined that are equal on this shape."""
+        """Return ``held`` with equal boxes joined into one box that has the holders of all of them."""
         first: dict[tuple[int, ...], int] = {}
         joined: dict[int, set[int]] = {}
         keep: list[int] = []
@@ -216,7 +226,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
 
 def check_cuts(cuts: Cuts) -> None:
-    """Raise an error if ``cuts`` are not valid.
+    """Raise an error if ``cuts`` are not a valid cell.
 
     Raises:
         StateError: a step without two parts, an index outside of them, or too many steps.

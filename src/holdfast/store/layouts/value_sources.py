@@ -1,9 +1,9 @@
-"""The ranks whose plain values (not tensors) a rank loads: ranks that hold the same tensors.
+"""The choice of the ranks whose plain values (values that are not tensors) a rank loads from a checkpoint.
 
 Theory. Most plain values are the same on all ranks. But optimizer state is named by the parameters that a rank holds,
-and these differ between pipeline stages. The first source of a rank is the rank that holds most of its tensors: a copy
-of it if there is one, or itself if it is one of those. The next sources hold the remaining tensors. With as many stages
-as before one source is enough, with fewer stages several are needed.
+and these differ between pipeline stages. So a rank loads first from the rank that held most of its tensors in the
+checkpoint. Of several such ranks it prefers the rank of the same number. Further ranks follow for the remaining
+tensors. If the job has as many stages as when it saved, one rank is enough. With fewer stages several ranks are needed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def speakers(
 ) -> tuple[int, ...]:
     """Return the ranks to load plain values from, the most important first. Empty if there are no candidates.
 
-    The choice is greedy, with few ranks as the goal.
+    Each next rank is the candidate that holds most of the tensors which no chosen rank holds.
 
     Args:
         catalogue: all tensors and their holders.
         names: names of the tensors of the rank that loads.
         among: the candidates.
-        rank: the rank that loads. It is preferred to other candidates that hold as many of the tensors.
+        rank: the rank that loads. It is preferred to other candidates that hold equally many of the tensors.
     """
     asked = sorted(among)
     left = Counter(catalogue.by_fqn[name].grid for name in names if name in catalogue.by_fqn)

@@ -1,4 +1,4 @@
-"""The management of many checkpoints in one place.
+"""The management of many checkpoints in one root (a directory or URL).
 
 - ``checkpoint_root``: find, list and remove checkpoints.
 - ``lineage``: the checkpoints of one run and its predecessors.

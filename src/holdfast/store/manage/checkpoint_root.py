@@ -1,13 +1,13 @@
-"""A checkpoint root: the place that holds the attempts (saves of one step) of one or more runs.
+"""A checkpoint root: the directory or URL that holds the attempts (saves of one step) of one or more runs.
 
 Theory. There is no ``latest`` file that could be wrong: the newest checkpoint is the newest attempt that its files
-prove valid. Attempts are ordered by step, then generation, then attempt. Every rank that looks at the same files gets
-the same answer.
+prove valid. Attempts are ordered by step, then generation, then attempt number. Every rank that looks at the same files
+gets the same answer.
 
 Invariants:
-1. These are never removed: the newest valid checkpoint, one that is being read or written, and a young attempt that is
-   unfinished or the newest of another run. Pruning for one lineage (a run and its predecessors) removes nothing of
-   others that was ever finished.
+1. Never removed are the newest valid checkpoint and an attempt that a process reads or writes. A young attempt is not
+   removed if it is unfinished or the newest of another run. Pruning for one lineage (a run and its predecessors)
+   removes no attempt of another run that was ever finished.
 2. An attempt is never changed. It is only made, sealed, repaired from its own copies, or removed.
 """
 
@@ -35,16 +35,16 @@ GRACE_S = 3600.0
 STEPS_NAMED_MAX = 8
 LOOKS_MAX = 10
 
-"""Limit of the looks at a root from which another job removes checkpoints at the same time."""
+"""Largest number of searches in a root from which another job removes checkpoints at the same time."""
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The newest valid checkpoint, if any, and every newer attempt that was rejected (each with its reason).
+    """The result of a search in a root: the newest valid checkpoint, and the newer attempts that are not valid.
 
     Attributes:
-        root: the root.
-        chosen: the newest valid checkpoint.
-        rejected: the newer attempts that are not valid.
+        root: the path or URL of the root.
+        chosen: the newest valid checkpoint; None: there is none.
+        rejected: the newer attempts that are not valid, each with the reason.
         at: the step that was asked for; None: any step.
         steps: steps of all existing attempts, newest first.
     """
@@ -57,7 +57,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def repairable(self) -> tuple[Validity, ...]:
-        """The rejected attempts that were finished, so that copies may restore them."""
+        """The rejected attempts that were once finished: copies of their files may restore them."""
         return tuple(v for v in self.rejected if not v.unfinished)
 
     def require(self) -> Validity:
@@ -84,13 +84,13 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The checkpoint that a user named. If a root was named, also the newer attempts that were skipped."""
+    """The checkpoint that a user named. If the user named a root, also the newer attempts that are not valid."""
 
     path: Place
     passed_over: tuple[Validity, ...] = ()
 
     def notes(self) -> list[str]:
-        """Return a line per skipped attempt, with the command that may repair it."""
+        """Return one line per invalid newer attempt, with the command that may repair it."""
         return [
             f"{v.path} is newer and was passed over: {v.reason}"
             + ("" if v.unfinished else f" (copies may heal it: {repair_command(v.path)})")
@@ -106,14 +106,14 @@ class Pruned(msgspec.Struct, frozen=True):
 
 
 class Root:
-    """A place with attempts. Nothing is cached: each call looks at the files."""
+    """A directory or URL that holds attempts. Nothing is cached: each call looks at the files."""
 
     def __init__(self, path: Place | str | os.PathLike[str]) -> None:
         self.path = place_of(path)
         self._store = open_store(self.path)
 
     def names(self, run: str | None = None) -> list[str]:
-        """Return the names of all attempts (of one run), newest first; empty when the root does not exist.
+        """Return the names of all attempts (or only of ``run``), newest first; empty if the root does not exist.
 
         Raises:
             CheckpointInvalid: the root cannot be read.
@@ -123,7 +123,7 @@ class Root:
         return [name for key, name in keyed if run is None or key[4] == run]
 
     def list(self, *, deep: bool = False) -> list[Validity]:
-        """Return a judgement of every attempt, newest first.
+        """Judge every attempt of the root, and return the results, newest first. ``deep``: also read every tensor.
 
         Attempts that this process may not read are listed as denied.
 
@@ -133,7 +133,7 @@ class Root:
         return [self._judged(name, deep) for name in self.names()]
 
     def age_s(self, name: str) -> float:
-        """Return the seconds since this attempt was written; inf if it is gone.
+        """Return the seconds since an attempt was written; infinity if it does not exist.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the age cannot be read.
@@ -151,13 +151,18 @@ class Root:
             )
 
     def newest_valid(self, at: int | None = None, *, deep: bool = False, run: str | None = None) -> Choice:
-        """Return the newest valid checkpoint (of step ``at``), and the newer attempts that were rejected.
+        """Return the newest valid checkpoint of a run or of all runs, and the newer attempts that are not valid.
 
-        A job that trains may seal a newer checkpoint during the look, and remove the one before it. Then the look is
+        A training job may seal a newer checkpoint during the search, and remove the one before it. Then the search is
         repeated.
 
+        Args:
+            at: the step to search for; None: any step.
+            deep: also read every tensor and compare its digests.
+            run: id of the run whose attempts count; None: all runs.
+
         Raises:
-            CheckpointInvalid, StoreUnreachable: the root cannot be read, or an attempt that may be the newest.
+            CheckpointInvalid, StoreUnreachable: the root or an attempt that may be the newest cannot be read.
         """
         for _ in range(LOOKS_MAX):
             names = self.names(run)
@@ -187,20 +192,20 @@ class Root:
         grace_s: float = GRACE_S,
         dry_run: bool = False,
     ) -> Pruned:
-        """Remove the valid checkpoints that the policy does not keep, and remains of attempts.
+        """Remove the valid checkpoints that the policy does not keep, and old invalid attempts.
 
         An invalid attempt is removed only when a valid checkpoint exists. It must also be older than ``grace_s``, or
         its run must have sealed a later step since.
 
         Args:
             keep: the policy, or the number of newest checkpoints to keep.
-            lineage: prune only the attempts of this lineage. Of others, only attempts that were never finished and are
-                older than ``grace_s`` are removed.
+            lineage: prune only the attempts of this lineage. Of other runs, only attempts that were never finished and
+                are older than ``grace_s`` are removed.
             grace_s: age in seconds below which an unfinished attempt is kept.
             dry_run: remove nothing.
 
         Returns:
-            The names that were (or would be) removed, and those that were spared.
+            The names that were (or would be) removed, and the names kept although no policy keeps them.
 
         Raises:
             UsageError: ``keep`` < 1.
@@ -237,9 +242,10 @@ class Root:
         return Pruned(tuple(removed), spared)
 
     def discard(self, save_id: SaveId) -> bool:
-        """Remove an attempt that one rank could not finish. Return False while another process reads or writes it.
+        """Remove an attempt that one rank could not finish. Return False if another process still reads or writes it.
 
-        An attempt that is valid nevertheless (of another job with this run id) stays.
+        A valid attempt (of another job with the same run id) is not removed. For a valid or missing attempt the result
+        is True.
 
         Raises:
             CheckpointInvalid: the root cannot be read.
@@ -252,7 +258,10 @@ class Root:
 
     @staticmethod
     def _past(attempts: Sequence[Validity], valid: Sequence[Validity]) -> set[str]:
-        """Return the attempts whose run has sealed a later step since. Its ranks no longer write to these attempts."""
+        """Return the names of attempts whose run has sealed a later step since.
+
+        The ranks of that run no longer write to these attempts.
+        """
         sealed = [found.save_id for found in valid if found.save_id is not None]
         return {
             found.name
@@ -267,7 +276,7 @@ class Root:
         }
 
     def written_last(self, valid: Sequence[Validity]) -> Validity:
-        """Return the checkpoint that was written last among the newest of each run, whatever its step.
+        """Return the checkpoint that was written last among the newest of each run. Another one may have a higher step.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the age of a checkpoint cannot be read.
@@ -276,7 +285,7 @@ class Root:
 
     @staticmethod
     def _newest_of_runs(valid: Sequence[Validity]) -> Sequence[Validity]:
-        """Return the newest checkpoint of each run. Another job may save into this root, and be at an earlier step."""
+        """Return the newest checkpoint of each run: another job at an earlier step may save into the same root."""
         newest: dict[str, Validity] = {}
         for found in valid:
             if found.save_id is not None:
@@ -285,17 +294,17 @@ class Root:
 
 
 def repair_command(path: Place | str) -> str:
-    """Return the command that shows whether a damaged checkpoint can be repaired."""
+    """Return the shell command that shows whether a damaged checkpoint can be repaired."""
     return f"holdfast ckpt repair --dry-run {shlex.quote(str(path))}"
 
 
 def list_command(root: Place | str) -> str:
-    """Return the command that shows all attempts below a root."""
+    """Return the shell command that lists all attempts below a root."""
     return f"holdfast ckpt ls {shlex.quote(str(root))}"
 
 
 def resolve(spec: Place | str | os.PathLike[str]) -> Place:
-    """Return only the path of the result of :func:`find`."""
+    """Return the path or URL of the checkpoint that ``PLACE`` or ``PLACE@STEP`` names. Errors: see :func:`find`."""
     return find(spec).path
 
 
@@ -314,10 +323,11 @@ def find(spec: Place | str | os.PathLike[str]) -> Found:
 
 
 def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
-    """Return the choice in a root, or the attempt itself if ``spec`` names one.
+    """Return the attempt that ``PLACE`` or ``PLACE@STEP`` names; for a root, return the result of the search in it.
 
     Raises:
-        UsageError, CheckpointInvalid, StoreUnreachable: as :func:`find`.
+        UsageError: ``spec`` is no path, STEP is no number, or PLACE does not exist.
+        CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
     """
     if not isinstance(spec, str | os.PathLike | Url):
         raise UsageError(
@@ -330,7 +340,7 @@ def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
 
 
 def _check_directory(place: Path) -> None:
-    """Check that a path is a directory.
+    """Check that a path that a user named is a directory.
 
     Raises:
         UsageError: the path does not exist, or is a file, possibly of a checkpoint.
@@ -350,7 +360,7 @@ def _check_directory(place: Path) -> None:
 
 
 def is_attempt(place: Place) -> bool:
-    """Return True if a place is an attempt. Under another name than its own it is recognized by its catalogue."""
+    """Return True if a path or URL is an attempt. A renamed attempt is recognized by its catalogue file."""
     if form.attempt_key(place.name):
         return True
     if isinstance(place, Path):  # a root may be a symbolic link

@@ -1,11 +1,11 @@
 """Tools for checkpoints outside of a run: list holders, merge into one file.
 
-Theory. A merge streams the tensors slab by slab through the verifying reader. So its memory is bounded by one slab, and
-its output is verified like a load.
+Theory. A merge streams the tensors slab by slab (a slab is a range of elements in C order) through the verifying
+reader. So its memory is bounded by one slab, and its output is verified like a load.
 
 Invariants:
 1. An output appears whole or not at all, and never replaces an existing file.
-2. Nothing unverified is copied.
+2. Every copied byte was verified by its digest.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class BoxRecordHolders(msgspec.Struct, frozen=True):
 
 
 def holdings(path: Place, pattern: str = "*") -> Iterator[BoxRecordHolders]:
-    """Return the boxes and their holders of the tensors whose names match a pattern.
+    """Return an iterator over the boxes and their holders, of the tensors whose names match ``pattern`` (``fnmatch``).
 
-    They come one after the other, because there may be as many as tensors times ranks.
+    The boxes are computed one after the other, because there may be as many as tensors times ranks.
 
     Raises:
         CheckpointInvalid: the checkpoint is not valid (raised at once, not during the iteration).
@@ -76,14 +76,15 @@ def merge(
     names: Collection[str] | None = None,
     progress: Callable[[int], object] = int,
 ) -> tuple[str, ...]:
-    """Write whole tensors as one safetensors file, or as a directory in the Hugging Face form.
+    """Write the complete tensors of a checkpoint as one safetensors file, or as a directory in the Hugging Face form.
 
     Args:
         path: the checkpoint.
-        target: the file to make; with ``file_size_bytes_max`` > 0 the directory to make: ``model.safetensors``, or
-            several files of that size with an index. A larger tensor gets a separate file.
-        file_size_bytes_max: largest size of one file; 0: write one file.
-        names: names of the tensors to write; all by default.
+        target: the file to make. With ``file_size_bytes_max`` > 0, it is the directory to make: with
+            ``model.safetensors``, or with several files of that size and an index. A larger tensor gets a separate
+            file.
+        file_size_bytes_max: largest size of one file in bytes; 0: write one file.
+        names: names of the tensors to write; None: all.
         progress: called with the size in bytes of every slab written.
 
     Returns:
@@ -91,7 +92,7 @@ def merge(
 
     Raises:
         UsageError: the target exists.
-        CheckpointInvalid: a damaged checkpoint.
+        CheckpointInvalid: the checkpoint is damaged.
         StoreWriteError: the output cannot be written, or another process made the target meanwhile.
     """
     parent = parent_of_new(target)
@@ -113,7 +114,7 @@ def _merge_directory(
     file_size_bytes_max: int,
     progress: Callable[[int], object],
 ) -> list[str]:
-    """Write the files of a new directory. Return their names."""
+    """Write the files of a new directory ``target``. Return their names."""
     groups: list[list[TensorEntry]] = [[]]
     size_bytes = 0
     for tensor in tensors:
@@ -143,7 +144,7 @@ def _merge_directory(
 
 
 def parent_of_new(target: Path) -> Path:
-    """Return the directory in which ``target`` is to be made.
+    """Return the parent directory of ``target``, a file or directory that is to be made.
 
     Raises:
         UsageError: ``target`` exists, or its parent is no directory.
@@ -158,12 +159,12 @@ def parent_of_new(target: Path) -> Path:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a hidden directory in the same parent.
+    """Yield a new hidden directory beside ``target``.
 
-    It becomes ``target``, durably, when the block ends without an error.
+    When the ``with`` block ends without an error, the directory is renamed to ``target``, durably.
 
     Raises:
-        UsageError: see :func:`parent_of_new`.
+        UsageError: ``target`` exists, or its parent is no directory.
         StoreWriteError: the directory cannot be made, or another process has made the target.
     """
     parent = parent_of_new(target)
@@ -188,7 +189,7 @@ def _merge_file(
     name: str,
     progress: Callable[[int], object],
 ) -> None:
-    """Write one output file with these tensors."""
+    """Write the complete tensors ``tensors`` into one new file ``name``."""
     entries = sorted(tensors, key=lambda t: (-DTYPE_SIZE_BYTES[t.dtype], t.fqn))
     head, header = encode_header([(t.fqn, t.dtype, t.shape) for t in entries], {"format": "pt"})
     with directory.temporary(name, new_owner("merge"), replace=False, mode=SHARED) as fd:
@@ -204,7 +205,7 @@ def _merge_file(
 
 
 def _slabs(shape: Shape, item_size_bytes: int) -> Iterator[list[Box]]:
-    """Yield a tensor in C order, cut into slabs of at most ``SLAB_SIZE_BYTES``. Each slab is a few boxes."""
+    """Yield the slabs of a tensor, in C order, of at most ``SLAB_SIZE_BYTES`` each. A slab is a list of a few boxes."""
     total, step = prod(shape), max(1, SLAB_SIZE_BYTES // item_size_bytes)
     for start in range(0, total, step):
         yield flat_range_boxes(shape, start, min(start + step, total))

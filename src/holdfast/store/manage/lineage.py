@@ -2,7 +2,7 @@
 
 Theory. Every start of a job is a separate run, and several jobs may save into one root. So each checkpoint of a session
 records its ancestors: for each run before it, the step at which that run was continued. Later saves of an ancestor do
-not belong to this lineage. The run itself is in the save id.
+not belong to this lineage. The id of the run that saves is part of the save id.
 
 Invariant: a lineage decides only what is removed and warned about, never which checkpoint is valid or the newest.
 """
@@ -20,7 +20,7 @@ from holdfast.store.format import manifest as form
 from holdfast.store.read.load import load_values
 
 ANCESTORS_MAX = 64
-"""Limit of the ancestors. The checkpoints of older ones were pruned long ago, or are not touched."""
+"""Largest number of recorded ancestors. Checkpoints of older ancestors were pruned long ago, or are never pruned."""
 
 
 class Lineage(msgspec.Struct, frozen=True):
@@ -30,20 +30,20 @@ class Lineage(msgspec.Struct, frozen=True):
     ancestors: dict[str, int] = {}
 
     def holds(self, name: str) -> bool:
-        """Return True if the attempt of this name belongs to this lineage."""
+        """Return True if the attempt with this directory name belongs to this lineage."""
         key = form.attempt_key(name)
         return key is not None and (key[4] == self.run or key[0] <= self.ancestors.get(key[4], -1))
 
     @classmethod
     def of_run(cls, run: str, session: Mapping[str, object], name: str) -> Self:
-        """Return the lineage of ``run`` when it continues from an attempt to save.
+        """Return the lineage of ``run``, which continues from the attempt ``name``.
 
-        A run that continues from states in memory continues from one of the attempts of the same run.
+        ``run`` itself is never one of its ancestors, even if the attempt is from the same run.
 
         Args:
             run: id of the run.
-            session: the session's values in that attempt; older attempts have no ancestors.
-            name: name of the attempt.
+            session: the plain values of the session in the attempt. Attempts of old versions have no ancestors.
+            name: directory name of the attempt.
         """
         said = session.get("lineage")
         ancestors = {r: s for r, s in said.items() if isinstance(s, int)} if isinstance(said, dict) else {}

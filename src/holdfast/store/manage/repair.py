@@ -1,12 +1,14 @@
 """Repair of a damaged checkpoint from its intact parts.
 
 Theory. A manifest determines every byte of a shard file: the header follows from it, and each extent (piece of a file)
-has a digest. So a damaged header is written again, and a damaged extent is taken from another place with the same
-elements. The result reproduces the digests, so a repaired file is the original file. The catalogue and the manifests
-cannot be derived from other files: each has a copy when the save promises copies. The seal follows from the manifests.
+has a digest. So a damaged header is written again, and a damaged extent is replaced by a copy of the same elements in
+another file. The result has the recorded digests, so a repaired file is the original file. The catalogue and the
+manifests cannot be derived from other files: each has a copy if the save promises copies (``copies`` > 1). The seal
+follows from the manifests.
 
-Not repairable: an extent that no other file holds (always when ``copies`` is 1 and it has one writer), and a catalogue
-or manifest whose copy is damaged too, or that never had one.
+Not repairable:
+- an extent that no other file holds: with ``copies`` = 1, every extent that one rank alone wrote;
+- a catalogue or manifest whose copy is damaged or does not exist.
 
 Invariants:
 1. Nothing is written unless every missing part was found and verified.
@@ -35,14 +37,19 @@ THREADS = 2
 
 
 class Repaired(msgspec.Struct, frozen=True):
-    """The files that were (or would be) rebuilt, by name; ``sealed``: the checkpoint is complete and sealed."""
+    """The result of a repair.
+
+    Attributes:
+        rebuilt: names of the files that were rebuilt (in a dry run: would be).
+        sealed: the checkpoint is now complete and sealed.
+    """
 
     rebuilt: tuple[str, ...]
     sealed: bool
 
 
 class _Plan(NamedTuple):
-    """A shard file to write again."""
+    """A shard file to write again: its entry in the manifest, the bytes of its header, and its boxes."""
 
     entry: FileEntry
     head: bytes
@@ -50,11 +57,11 @@ class _Plan(NamedTuple):
 
 
 def repair(path: Place, *, dry_run: bool = False) -> Repaired:
-    """Rebuild every damaged or missing file.
+    """Rebuild every damaged or missing file of a checkpoint.
 
     Args:
         path: the checkpoint.
-        dry_run: everything is read and nothing is written.
+        dry_run: read everything and write nothing.
 
     Returns:
         The names of the rebuilt files.
@@ -93,7 +100,7 @@ def repair(path: Place, *, dry_run: bool = False) -> Repaired:
 
 
 def _holds(directory: Attempt, name: str, data: bytes) -> bool:
-    """Return True when a file has this content."""
+    """Return True if the file ``name`` has exactly the content ``data``."""
     try:
         return directory.read(name, form.MANIFEST_SIZE_BYTES_MAX) == data
     except CheckpointInvalid:
@@ -101,10 +108,10 @@ def _holds(directory: Attempt, name: str, data: bytes) -> bool:
 
 
 def _plan(directory: Attempt, manifest: RankManifest, number: int) -> _Plan:
-    """Return the original content of one shard file, as a plan to write it.
+    """Return header and boxes of one shard file, as a plan to write the file again.
 
     Raises:
-        CheckpointInvalid: its header is damaged, and is not one that this version writes.
+        CheckpointInvalid: the header is damaged, and this version of Holdfast would write another header.
     """
     entry = manifest.files[number]
     records = [record for record in manifest.tensors if record.file == number]
@@ -124,7 +131,7 @@ def _plan(directory: Attempt, manifest: RankManifest, number: int) -> _Plan:
 
 
 def _own_head(directory: Attempt, entry: FileEntry) -> bytes:
-    """Return the header part of the existing file; empty when there is none."""
+    """Return the header bytes of the existing shard file; empty if they cannot be read."""
     head = bytearray(min(entry.header_size_bytes, HEADER_SIZE_BYTES_MAX))
     try:
         with directory.open_file(entry.name) as file:

@@ -1,9 +1,9 @@
 """Policies for when to save and which checkpoints to keep, as small pure objects.
 
-Theory. A retention policy maps the valid checkpoints (newest first) and their ages to the paths that stay. Policies are
-joined by union, and the root keeps the newest checkpoint in any case. The save interval is a trade: every save costs a
-stall, every fault costs the work since the last save. Young's first-order optimum is sqrt(2 x cost x mean time between
-faults).
+Theory. A retention policy selects, from the valid checkpoints (newest first) and their ages, the paths to keep. Several
+policies keep what any one of them keeps, and the root always keeps the newest checkpoint. The save interval is a trade:
+every save costs a stall, every fault costs the work since the last save. Young's first-order optimum is sqrt(2 x cost
+of a save x mean time between faults).
 
 Invariant: nothing here looks at a clock or a file.
 """
@@ -22,13 +22,13 @@ from holdfast.errors import UsageError
 from holdfast.store.read.validation import Validity
 
 ASSUMED_S = 86_400.0
-"""Time between faults in seconds that is assumed before anything is known of a job."""
+"""Mean time between faults in seconds that is assumed at the start of a job."""
 
 
 AgeOf = Callable[[str], float]
 """Function that returns the seconds since the attempt of this name was written."""
 KeepPolicy = Callable[[Sequence[Validity], AgeOf], set[str]]
-"""Function from valid checkpoints (newest first) to the paths that stay."""
+"""Function from the valid checkpoints (newest first) and their ages to the paths to keep."""
 
 
 class KeepNewest(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class KeepNewest(msgspec.Struct, frozen=True):
             )
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
-        """Return the paths to keep."""
+        """Return the paths of the newest ``count`` checkpoints."""
         return {v.path for v in valid[: self.count]}
 
 
@@ -61,9 +61,9 @@ class KeepEvery(msgspec.Struct, frozen=True):
             )
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
-        """Return the paths to keep."""
+        """Return the paths of the first checkpoints at or after each multiple of ``steps``."""
         first: dict[int, Validity] = {}
-        for found in valid:  # newest first: the last one seen of a slot is its oldest
+        for found in valid:  # newest first, so the oldest of each interval is kept last
             first[found.step // self.steps] = found
         return {v.path for v in first.values()}
 
@@ -78,7 +78,7 @@ class KeepFor(msgspec.Struct, frozen=True):
             raise UsageError(f"keep={self.duration_s:g} s: nothing is kept", hint="a duration above 0")
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
-        """Return the paths to keep."""
+        """Return the paths of the checkpoints that are younger than ``duration_s`` seconds."""
         return {v.path for v in valid if age_s(v.name) < self.duration_s}
 
 
@@ -88,7 +88,7 @@ class KeepAny(msgspec.Struct, frozen=True):
     policies: tuple[KeepPolicy, ...]
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
-        """Return the paths to keep."""
+        """Return the paths that any of the policies keeps."""
         return set().union(*(policy(valid, age_s) for policy in self.policies))
 
 
@@ -100,7 +100,7 @@ Kept = OneKept | Sequence[OneKept]
 def retention(given: object) -> KeepAny:
     """Return the policy for a value of ``keep``: a number, a ``timedelta``, a policy, or several of these.
 
-    A number keeps the newest checkpoints, a ``timedelta`` those of that age or younger.
+    A number n keeps the n newest checkpoints. A ``timedelta`` keeps the checkpoints that are younger.
 
     Raises:
         UsageError: the value is of another kind, or an impossible number.
@@ -141,7 +141,7 @@ def best_interval_s(stall_s: float, mean_time_between_faults_s: float) -> float:
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts for a save policy when the ranks vote on a step.
+    """The facts on which a save policy decides, when the ranks vote on a step.
 
     Attributes:
         step: the number of updates after this step, which is the step that would be saved.
@@ -162,10 +162,10 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SavePolicy = Callable[[Moment], bool]
-"""Function that returns True when a save is due. Every rank asks it at every step.
+"""Function that returns True when a save is due. Every rank calls it at every step.
 
-One rank with True is enough, because the vote tells all ranks. While the previous save is in progress, the save is
-delayed, so a policy returns True until the save was made.
+One rank with True is enough, because the vote carries it to all ranks. While the previous save is in progress, the save
+is delayed. So a policy returns True until the save was made.
 """
 
 OneSaveWhen = SavePolicy | int | timedelta | Literal["auto"]
@@ -185,7 +185,7 @@ class EverySteps(msgspec.Struct, frozen=True):
             )
 
     def __call__(self, now: Moment) -> bool:
-        """Return True if a multiple was passed since the last save."""
+        """Return True if a multiple of ``count`` was reached or passed since the last save."""
         return now.step // self.count > (now.step - now.since_steps) // self.count
 
 
@@ -206,12 +206,11 @@ class EverySeconds(msgspec.Struct, frozen=True):
 
 
 class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy that saves at the cheapest interval: Young's optimum for the measured stall and the time between faults.
+    """A policy that saves at Young's optimal interval, from the measured stall of a save and the time between faults.
 
-    Without ``mean_time_between_faults_s`` that time is estimated from the run itself. The estimate starts with the
-    assumption of one fault a day: (1 day + duration of the run) / (1 + faults). The interval is never shorter than the
-    disk needs for a save, nor than ``shortest_s``. The first save is made after ``shortest_s``, and measures the cost
-    of a save.
+    If ``mean_time_between_faults_s`` is None, it is estimated as (1 day + duration of the run) / (1 + number of
+    faults). The estimate starts with one fault a day. The interval is never shorter than the disk needs for a save, nor
+    than ``shortest_s`` seconds. The first save is made after ``shortest_s``, and measures the cost of a save.
     """
 
     mean_time_between_faults_s: float | None = None
@@ -226,13 +225,13 @@ class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def interval_s(self, now: Moment) -> float:
-        """Return the seconds between two saves, with the present figures."""
+        """Return the seconds between two saves, from the measurements in ``now``."""
         between_s = self.mean_time_between_faults_s or (ASSUMED_S + now.run_s) / (1 + now.faults)
         best_s = best_interval_s(now.stall_s, between_s) if now.stall_s > 0 else 0.0
         return max(best_s, now.durable_s, self.shortest_s)
 
     def __call__(self, now: Moment) -> bool:
-        """Return True if the last save is as old as the best interval."""
+        """Return True if the last save is at least as old as the best interval."""
         return now.since_s >= self.interval_s(now)
 
 
@@ -241,7 +240,8 @@ def save_policies(given: object, every_steps: int | None, every_s: float | None)
 
     Args:
         given: None, a number of steps, a ``timedelta``, ``"auto"``, a policy, or several of these.
-        every_steps, every_s: a number of steps, and of seconds, as further policies.
+        every_steps: number of steps of a further policy; None: no such policy.
+        every_s: seconds of a further policy; None: no such policy.
 
     Raises:
         UsageError: a value of another kind.

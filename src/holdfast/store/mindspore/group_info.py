@@ -7,7 +7,7 @@ field ``dim`` (1, varint). Numbers are written unpacked, as MindSpore does.
 Invariants:
 1. ``decode_group_info(encode_group_info(x)) == x``.
 2. Damaged bytes raise :class:`CheckpointInvalid`. At most ``RANKS_TOLD_MAX`` ranks are read from a file, because a
-   varint of one byte becomes an object of thirty.
+   varint of one byte becomes a Python object of about thirty bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.store.mindspore.protobuf import counted, fields, message, repeated
 FILE_SIZE_BYTES_MAX = 8 * 1024 * 1024
 RANK_MAX = 2**31 - 1
 RANKS_TOLD_MAX = 2**20
-"""Limit of the ranks over all groups. The groups of one rank in a job of 100 000 ranks have fewer."""
+"""Largest number of ranks in one file, over all its groups. A rank of a job of 100 000 ranks writes fewer."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ def read_group_info(path: Path) -> GroupInfo:
 
 
 def decode_group_info(data: bytes, where: str) -> GroupInfo:
-    """Return the content of the message ``data``.
+    """Return the content of the bytes of a ``group_info.pb`` file; ``where`` is its path, for errors.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -83,7 +83,7 @@ def decode_group_info(data: bytes, where: str) -> GroupInfo:
 
 
 def encode_group_info(info: GroupInfo) -> bytes:
-    """Return the bytes that MindSpore writes for this content."""
+    """Return the bytes that MindSpore writes into a ``group_info.pb`` file for this content."""
     items = [
         tagged(1, tagged(1, name.encode()) + tagged(2, _dims(members)))
         for name, members in info.groups.items()

@@ -2,10 +2,11 @@
 
 Theory. A message is a sequence of fields, each with a number and a wire type: a number of at most 64 bits, or bytes of
 a stated length (text, an inner message, packed numbers). A reader takes the fields that it knows and skips the others,
-as protobuf does. Numbers may be packed or not. A protobuf library would be a dependency for three kinds of small file.
+as protobuf does. Numbers may be packed or not. A protobuf library would be a dependency for only three kinds of small
+file.
 
 Invariants:
-1. Every length is compared with the remaining bytes before they are taken. Nothing is copied.
+1. Every length is compared with the number of remaining bytes before bytes are taken. Nothing is copied.
 2. Damaged bytes raise ``ValueError`` with the broken rule. The reader of a file adds the name of the file.
 """
 
@@ -14,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 VARINT, BYTES = 0, 2
-"""Wire types."""
+"""Wire types: a number of variable length, and bytes with a length before them."""
 _FIXED_SIZE_BYTES = {1: 8, 5: 4}
 
 Value = int | memoryview
 
 
 def fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
-    """Yield number and value of each field of a message.
+    """Yield (field number, value) of each field of a message. A value is an integer, or the bytes of the field.
 
     Raises:
         ValueError: the data is damaged.
@@ -49,7 +50,7 @@ def fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
 
 
 def varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return a number of at most 64 bits and the offset after it.
+    """Decode the varint (a number of at most 64 bits) at offset ``at``. Return it and the offset after it.
 
     Raises:
         ValueError: the data is damaged.
@@ -67,7 +68,7 @@ def varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def message(value: Value) -> memoryview:
-    """Return the bytes of a field that is an inner message.
+    """Return the bytes of a field that holds an inner message.
 
     Raises:
         ValueError: the field is a number.
@@ -78,7 +79,7 @@ def message(value: Value) -> memoryview:
 
 
 def text(value: Value) -> str:
-    """Return the text of a field.
+    """Return the text of a field that holds UTF-8.
 
     Raises:
         ValueError: the field is a number, or no UTF-8.
@@ -87,7 +88,7 @@ def text(value: Value) -> str:
 
 
 def integer(value: Value) -> int:
-    """Return the signed number of a field. Negative numbers have 64 bits.
+    """Return the value of a field as a signed 64-bit integer.
 
     Raises:
         ValueError: the field is bytes.
@@ -99,7 +100,7 @@ def integer(value: Value) -> int:
 
 
 def repeated(value: Value) -> Iterator[int]:
-    """Yield the unsigned numbers of one repeated field: one, or several packed ones.
+    """Yield the unsigned numbers in one field of a message: a single number, or several packed ones.
 
     Raises:
         ValueError: the data is damaged.
@@ -114,7 +115,7 @@ def repeated(value: Value) -> Iterator[int]:
 
 
 def number(value: int) -> bytes:
-    """Return the encoded form of a number. Negative numbers have 64 bits."""
+    """Return ``value`` encoded as a varint. A negative number is encoded with 64 bits."""
     value &= 2**64 - 1
     made = bytearray()
     while value > 0x7F:
@@ -124,10 +125,10 @@ def number(value: int) -> bytes:
 
 
 def counted(field: int, value: int) -> bytes:
-    """Return an encoded field that is a number."""
+    """Return the encoding of a field whose value is a number."""
     return number(field << 3 | VARINT) + number(value)
 
 
 def tagged(field: int, data: bytes) -> bytes:
-    """Return an encoded field of bytes."""
+    """Return the encoding of a field whose value is bytes."""
     return number(field << 3 | BYTES) + number(len(data)) + data

@@ -7,8 +7,9 @@ A scalar has the dimensions [0]. Tensors stay in the mapped file until they are 
 
 Invariants:
 1. Every tensor has exactly the bytes that its dimensions and type need. A truncated file is refused, unless it ends
-   exactly at the end of a value. Then whole tensors are missing, which the strategy shows.
-2. A checksum that is there is verified. Names, dimensions and the number of values are limited.
+   exactly at the end of a value. Then complete tensors are missing, and the comparison with the strategy file shows
+   this.
+2. If the file has a checksum, it is verified. Names, dimensions and the number of values are limited.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TYPES = {
     "Bool": "BOOL", "Int8": "I8", "UInt8": "U8", "Int16": "I16", "UInt16": "U16", "Int32": "I32", "UInt32": "U32",
     "Int64": "I64", "UInt64": "U64", "Float16": "F16", "BFloat16": "BF16", "Float32": "F32", "Float64": "F64",
 }  # fmt: skip
-"""The dtype names of MindSpore's types."""
+"""Safetensors dtype name of each tensor type name of MindSpore."""
 TEXT_TYPE = "str"
 VALUES_MAX = 2**20
 _CRC_MARK, _CRC_SIZE_BYTES = b"crc_num", 10
@@ -42,7 +43,7 @@ _CRC_PIECE_SIZE_BYTES = 2**24
 
 
 class SliceTensor(NamedTuple):
-    """A tensor in a file. ``pieces`` one after the other are its bytes, in C order."""
+    """A tensor in a ``.ckpt`` file. The ``pieces``, one after the other, are its bytes in C order."""
 
     dtype: str
     shape: Shape
@@ -50,17 +51,17 @@ class SliceTensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPE_SIZE_BYTES[self.dtype]
 
     def array(self) -> NDArray[np.generic]:
-        """Return the elements as bits: unsigned integers of the element's size."""
+        """Return the tensor as an array of unsigned integers with the same bits and the same element size."""
         data = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
         return np.frombuffer(data, bits_of(self.dtype)).reshape(self.shape)
 
 
 class SliceFile(NamedTuple):
-    """The content of one file: tensors by name, and the names of texts (which are no state)."""
+    """The content of one ``.ckpt`` file: its tensors by name, and the names of its text values (which are no state)."""
 
     path: Path
     tensors: dict[str, SliceTensor]
@@ -68,15 +69,15 @@ class SliceFile(NamedTuple):
 
 
 def bits_of(dtype: str) -> np.dtype[np.generic]:
-    """Return the unsigned integer type of an element's size.
+    """Return NumPy's unsigned integer type with the element size of ``dtype``.
 
-    A merge moves bits, also of types that NumPy does not know.
+    A merge copies bits, also of types that NumPy does not know.
     """
     return np.dtype(f"u{DTYPE_SIZE_BYTES[dtype]}")
 
 
 def read_slice_file(path: Path) -> SliceFile:
-    """Return the tensors of a file, which stays mapped as long as they are used.
+    """Return the content of a ``.ckpt`` file. The file stays mapped as long as its tensors are used.
 
     Raises:
         CheckpointInvalid: the file cannot be read, is truncated or damaged, or holds a value of an unknown kind.
@@ -93,7 +94,7 @@ def read_slice_file(path: Path) -> SliceFile:
 
 
 def _mapped(path: Path) -> memoryview:
-    """Return the bytes of a file.
+    """Return the bytes of a file as a read-only mapping.
 
     Raises:
         OSError: the file cannot be read, or is no regular file.
@@ -109,7 +110,7 @@ def _mapped(path: Path) -> memoryview:
 
 
 def _without_checksum(data: memoryview) -> memoryview:
-    """Return the messages of a file without the checksum.
+    """Return the bytes of a file without the checksum at its end, which is verified if it exists.
 
     Raises:
         ValueError: the checksum is wrong.
@@ -152,7 +153,7 @@ def _tensors(data: memoryview) -> tuple[dict[str, SliceTensor], tuple[str, ...]]
 
 
 def _value(data: memoryview) -> tuple[str, str, SliceTensor]:
-    """Return name, type and content of a value."""
+    """Return name, type name and tensor of one ``value`` message."""
     name, tensor = "", None
     for number, value in fields(data):
         if number == 1:
@@ -184,7 +185,7 @@ def _value(data: memoryview) -> tuple[str, str, SliceTensor]:
 
 
 def _complete(name: str, stored: SliceTensor) -> SliceTensor:
-    """Return the tensor if all its bytes are there."""
+    """Check that a tensor has all its bytes. Return the tensor."""
     there = sum(len(piece) for piece in stored.pieces)
     if there != stored.size_bytes:
         raise ValueError(f"{name} has {there} bytes of {stored.size_bytes}")

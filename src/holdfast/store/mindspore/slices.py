@@ -1,9 +1,10 @@
 """The position of each slice of a MindSpore training in its tensor.
 
-Theory. A rank is a place in the device matrix of its stage. The axes that cut a dimension give the index of the rank's
-part there. Ranks with the same index in all dimensions hold copies. Optimizer parallelism cuts these copies again:
-ordered by rank, runs of ``optimizer_parts`` of them hold one part each of the first dimension. The lengths of the parts
-are those of the slices. For uneven parts the strategy file gives them (``rows``).
+Theory. Each rank of a pipeline stage has coordinates in the device matrix of the stage. The coordinates along the axes
+that cut a dimension give the index of the rank's part in that dimension. Ranks with the same indices in all dimensions
+hold copies. Optimizer parallelism cuts these copies again along the first dimension: of the ranks with copies, in
+ascending order, each ``optimizer_parts`` consecutive ranks hold one part each. The length of a part is the length of
+its slice. For uneven parts the strategy file gives the lengths (``rows``).
 
 Invariants:
 1. Parts of different index never overlap, and all parts together are the tensor.
@@ -27,14 +28,17 @@ from holdfast.text import ranges
 
 
 class Division(NamedTuple):
-    """The division of a tensor: ``parts`` per dimension, and the part of each rank, ``part_of`` [ranks, dimensions]."""
+    """The division of a tensor: the number of ``parts`` per dimension, and ``part_of`` [ranks, dimensions].
+
+    ``part_of`` has the index of each rank's part, in every dimension.
+    """
 
     parts: Shape
     part_of: Integers
 
 
 class PlacedSlices(NamedTuple):
-    """The shape of a tensor and its boxes, each with the ranks of the stage that hold it and have a file."""
+    """The shape of a tensor and its boxes, each with the ranks of the stage that have a file with this box."""
 
     shape: Shape
     holders: dict[Box, tuple[int, ...]]
@@ -45,7 +49,7 @@ def divide(cut: Cut, dimensions: int) -> Division:
     """Return the part of a tensor that each rank of a stage holds.
 
     Raises:
-        ValueError: the strategy is not complete, or of a kind that is not known.
+        ValueError: the strategy is not complete, or cuts the tensor in an unknown way.
     """
     if cut.fields > 0:
         raise ValueError(f"it is a table that is cut by {cut.fields} fields, which cannot be merged here")
@@ -66,7 +70,7 @@ def divide(cut: Cut, dimensions: int) -> Division:
 
 
 def _number(places: Integers, devices: Sequence[int], axes: Sequence[int]) -> Integers:
-    """Return the place of each rank along several axes, as one number."""
+    """Return the coordinates of each rank along several axes of the device matrix, combined into one index."""
     found: Integers = np.zeros(places.shape[1], np.int64)
     for axis in axes:
         found = found * devices[axis] + places[axis]
@@ -74,10 +78,10 @@ def _number(places: Integers, devices: Sequence[int], axes: Sequence[int]) -> In
 
 
 def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
-    """Return the number of parts that optimizer parallelism makes, and the part of each rank.
+    """Return the number of parts that optimizer parallelism makes, and the index of each rank's part.
 
     Raises:
-        ValueError: the number does not fit the copies, or MindSpore's own tools read it in another way than its layout.
+        ValueError: the number does not fit the copies, or MindSpore's tools would order the parts in another way.
     """
     used = [axis for axes in cut.axes for axis in axes if cut.devices[axis] > 1]
     copied = [axis for axis, size in enumerate(cut.devices) if axis not in used and size > 1]
@@ -94,7 +98,7 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
             f"{list(cut.devices)}"
         )
     if copied == [0] and used != sorted(used):
-        # In this case transform_checkpoints takes the dimensions in their own order, not in that of the device matrix.
+        # Here MindSpore's transform_checkpoints uses the order of the dimensions, not the one of the device matrix.
         raise ValueError(
             "optimizer parallelism cuts it, and its tensor map is not in the order of the device matrix"
         )
@@ -102,7 +106,7 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
 
 
 def _runs(devices: Sequence[int], copied: Sequence[int], count: int) -> bool:
-    """Return True when MindSpore makes its parts of runs of ``count`` of the copies."""
+    """Return True if groups of ``count`` consecutive copies fit the axes of the device matrix as MindSpore needs."""
     if len(copied) == len(devices):
         return math.prod(devices) % count == 0
     left = count
@@ -115,11 +119,11 @@ def _runs(devices: Sequence[int], copied: Sequence[int], count: int) -> bool:
 
 
 def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> PlacedSlices:
-    """Return the shape and boxes of the tensor of which ranks of a stage hold ``slices``.
+    """Return the shape of a tensor and the box of each part, from the slices that ranks of a stage hold.
 
     Args:
         cut: the cut of the tensor in the strategy file.
-        slices: shape of the slice by rank, counted within the stage. Ranks without a file are missing.
+        slices: shape of each rank's slice, by rank within the stage. Ranks without a file are missing.
         first_rank: first rank of the stage, for messages.
 
     Raises:
@@ -160,7 +164,7 @@ def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> PlacedS
 def _lengths(
     cut: Cut, division: Division, slices: Mapping[int, Shape], first_rank: int
 ) -> list[tuple[int, ...]]:
-    """Return per dimension the length of each part."""
+    """Return, per dimension, the length of each part in elements."""
     some = slices[min(slices)]
     lengths = [(size,) * count for size, count in zip(some, division.parts, strict=True)]
     if cut.rows:

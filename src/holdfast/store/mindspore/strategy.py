@@ -5,15 +5,15 @@ parameters of that rank's pipeline stage. ``merge_pipeline_strategys`` joins the
 the stage (``1-decoder.weight``). A parameter has:
 
 - a *device matrix*: the ranks of its stage as a grid, row by row;
-- a *tensor map*: for each dimension the axis of the grid that cuts it, counted from the right; -1: none; several axes
-  of one dimension: the first is the outermost;
-- for uneven parts, the rows of each;
+- a *tensor map*: for each dimension, the axis of the device matrix that cuts it, counted from the right (-1: none). If
+  several axes cut a dimension, the first is the outermost;
+- for uneven parts, the number of rows of each part;
 - for optimizer parallelism, the number of parts into which the remaining copies cut the first dimension.
 
 ``slices.py`` computes the position of a slice.
 
 Invariants:
-1. A grid has at least one rank and at most ``RANKS_MAX``; no axis cuts twice.
+1. A device matrix has at least one rank and at most ``RANKS_MAX``. No axis cuts twice.
 2. All parameters of a stage are cut over the same number of ranks.
 3. Damaged bytes raise :class:`CheckpointInvalid`. Names, numbers and files that are read are limited.
 """
@@ -37,21 +37,21 @@ FILES_MAX = 100_000
 RANKS_MAX = 2**20
 STAGE_MAX = 2**16
 NUMBERS_MAX = 2**22
-"""Limit of the numbers in the lists of one file: a number of one byte becomes an object of eight."""
+"""Largest count of numbers in the lists of one file. One byte in the file becomes an object of at least eight bytes."""
 WHOLE_GROUP = -1
-"""Optimizer parallelism over all ranks that would hold copies."""
+"""Value of ``optimizer_parts``: all ranks that would hold copies hold different parts."""
 _OF_A_STAGE = re.compile(r"(\d{1,6})-(.+)", re.DOTALL)
 _HINT = "name the file of strategy_ckpt_save_file, the merged one, or the directory with those of all ranks"
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The cut of one parameter over the ranks of its stage.
+    """The cut of one parameter over the ranks of its pipeline stage.
 
     Attributes:
-        devices: ranks along each axis of the grid.
+        devices: number of ranks along each axis of the device matrix.
         axes: per dimension the indices in ``devices`` of the axes that cut it, outermost first.
-        rows: length of each slice along dimension 0, if they are uneven.
-        fields: parts of a table that is cut by field.
+        rows: length of each slice along dimension 0, if they are uneven; otherwise empty.
+        fields: number of parts of an embedding table that is cut by field; 0: not cut by field.
         optimizer_stride: distance in ranks between the parts of optimizer parallelism.
         optimizer_parts: parts of the first dimension by optimizer parallelism (0: none, ``WHOLE_GROUP``: all copies).
     """
@@ -65,12 +65,12 @@ class Cut(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Ranks of the stage."""
+        """Number of ranks of the stage."""
         return math.prod(self.devices)
 
 
 class Strategy(msgspec.Struct, frozen=True):
-    """The parameters of each pipeline stage, by name."""
+    """The cut of each parameter, by pipeline stage and name."""
 
     stages: dict[int, dict[str, Cut]]
 
@@ -81,7 +81,7 @@ class Strategy(msgspec.Struct, frozen=True):
 
 
 def read_strategy(path: Path) -> Strategy:
-    """Return the content of a strategy file, or of all in a directory.
+    """Return the content of a strategy file, or of all strategy files in a directory.
 
     Raises:
         UsageError: a file cannot be read, or the directory has no strategy file.
@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[int, dict[str, Cut]]:
 
 
 def decode_strategy(data: bytes, where: str) -> dict[int, dict[str, Cut]]:
-    """Return the parameters in the file ``data``, by stage. JSON and protobuf cannot be confused with each other.
+    """Return the cut of each parameter in the bytes of a strategy file (JSON or protobuf), by stage and name.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -137,7 +137,11 @@ def decode_strategy(data: bytes, where: str) -> dict[int, dict[str, Cut]]:
 
 
 def _checked(stages: dict[int, dict[str, Cut]], where: str) -> Strategy:
-    """Return the strategy. Refuse one that no training writes."""
+    """Return the strategy of ``stages`` after a check of the stage numbers and the numbers of ranks.
+
+    Raises:
+        CheckpointInvalid: no training writes such a strategy.
+    """
     if max(stages) > STAGE_MAX:
         raise CheckpointInvalid(
             f"{where}: pipeline stage {max(stages)}, the limit is {STAGE_MAX}", hint=_HINT
@@ -153,11 +157,11 @@ def _checked(stages: dict[int, dict[str, Cut]], where: str) -> Strategy:
     return Strategy(dict(sorted(stages.items())))
 
 
-# ---------------------------------------------------------------- what both forms say
+# ---------------------------------------------------------------- the JSON and the protobuf form
 
 
 class _Layout(msgspec.Struct):
-    """The layout of one parameter, as in the JSON form."""
+    """The layout of one parameter, with the field names of the JSON form."""
 
     dev_matrix: list[int]
     tensor_map: list[int | list[int]]
@@ -177,7 +181,7 @@ class _File(msgspec.Struct):
 
 
 def _cut(name: str, layout: _Layout) -> Cut:
-    """Return the checked layout of one parameter.
+    """Check the layout of one parameter. Return it as a :class:`Cut`.
 
     Raises:
         ValueError: the layout is impossible.
@@ -201,13 +205,13 @@ def _cut(name: str, layout: _Layout) -> Cut:
     if layout.optimizer_parts < WHOLE_GROUP or layout.field < 0:
         raise ValueError(f"{name}: a negative number of parts")
     stride, parts = layout.optimizer_stride, layout.optimizer_parts
-    if not stride or not parts:  # either one is MindSpore's own sign for "not cut"
+    if not stride or not parts:  # 0 in either field means "not cut" in MindSpore
         stride = parts = 0
     return Cut(tuple(devices), tuple(axes), tuple(layout.param_split_shape), layout.field, stride, parts)
 
 
 def _of_json(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
-    """Return stage and layouts by name, from the JSON form."""
+    """Return the pipeline stage and the layouts by parameter name, from the JSON form of a strategy file."""
     file = msgspec.json.decode(data, type=_File)
     stage = next(iter(file.parallel_strategy_item.values()), _Stage()).stage
     if stage < 0:
@@ -216,7 +220,7 @@ def _of_json(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
 
 
 def _of_protobuf(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
-    """Return stage and layouts by name, from a ``ParallelStrategyMap``."""
+    """Return the pipeline stage and the layouts by parameter name, from a ``ParallelStrategyMap`` message."""
     stages: list[int] = []
     layouts: dict[str, _Layout] = {}
     told = _Told()
@@ -232,14 +236,14 @@ def _of_protobuf(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
 
 
 def _stage(item: Value) -> int:
-    """Return the stage of a ``ParallelStrategyItem``."""
+    """Return the pipeline stage in a ``ParallelStrategyItem`` message."""
     strategies = [value for number, value in fields(message(item)) if number == 2]
     found = [integer(value) for each in strategies for number, value in fields(message(each)) if number == 1]
     return found[-1] if found else 0
 
 
 def _item(item: Value, told: _Told) -> tuple[str, _Layout]:
-    """Return name and layout of a ``ParallelLayoutItem``."""
+    """Return the parameter name and the layout in a ``ParallelLayoutItem`` message."""
     name, layout = "", _Layout([], [])
     for number, value in fields(message(item)):
         if number == 1:
@@ -250,7 +254,7 @@ def _item(item: Value, told: _Told) -> tuple[str, _Layout]:
 
 
 def _layout(data: memoryview, told: _Told) -> _Layout:
-    """Return the layout of a ``ParallelLayouts``. Field 4, index offsets of a lookup, says nothing about slices."""
+    """Return the layout in a ``ParallelLayouts`` message, without field 4 (index offsets of a lookup)."""
     lists: dict[int, list[list[int]]] = {1: [], 2: [], 3: []}
     numbers = {5: 0, 6: 0, 7: 0}
     for number, value in fields(data):
@@ -268,13 +272,13 @@ def _layout(data: memoryview, told: _Told) -> _Layout:
 
 
 class _Told:
-    """A counter of the numbers that a file holds."""
+    """A counter of the numbers that a file holds, which raises an error above ``NUMBERS_MAX``."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def numbers(self, data: memoryview) -> list[int]:
-        """Return the numbers of the repeated field 1 of a message."""
+        """Return the numbers of the repeated field 1 of a message, and count them."""
         found: list[int] = []
         for number, value in fields(data):
             if number != 1:

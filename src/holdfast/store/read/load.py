@@ -1,17 +1,17 @@
 """Loading of any stored layout into any other, directly into the caller's memory, with every byte verified.
 
-Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it. Each
-stored box is read in extents (pieces of a file), because a digest covers an extent. Extents that are contiguous in the
-target are read into place. Others are scattered from a scratch buffer. Adjacent extents are planned, read and scattered
-together, and hashed while they are in the processor's cache. An extent with a wrong digest does not count, and its
-elements are read from another copy. The rest of its box may still replace other damaged extents. Bytes that the page
-cache has are read without waiting, in small pieces. A mapping would cost more than it saves, because each of its pages
-is mapped and unmapped for one use.
+Theory. A target is a box of a tensor and a buffer for it. The stored boxes of that tensor are intersected with the
+target. Each stored box is read in extents (pieces of a file), because a digest covers an extent. An extent whose bytes
+are contiguous in the target is read directly into it. Any other extent is read into a scratch buffer and *scattered*:
+its elements are copied to the target. Adjacent extents are planned, read and scattered together, and hashed while they
+are in the processor's cache. An extent with a wrong digest does not count, and its elements are read from another copy.
+The other extents of its box may still replace damaged extents of other boxes. Bytes that the page cache has are read
+without waiting, in small pieces. Files are not mapped, because each page would be mapped and unmapped for one use.
 
 Invariants:
-1. When the call returns, every element of every target came from an extent whose digest matched.
-2. When it raises, the targets hold garbage and must not be used.
-3. Extra memory: ``threads`` scratch buffers of one batch, and the manifests.
+1. When a load returns, every element of every target came from an extent whose digest matched.
+2. When a load raises an error, the targets hold garbage and must not be used.
+3. Extra memory: one scratch buffer of one batch per thread, and the manifests.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from holdfast.store.read.load_plan import LoadTarget as LoadTarget
 from holdfast.store.read.load_plan import Read, batches_of, in_order, reads_of
 from holdfast.store.read.validation import Index, StoredBox, bad_extent, read_index
 
-# Larger, and the bytes would leave the processor's cache before they are hashed.
+# The bytes of a larger batch would leave the processor's cache before they are hashed.
 BATCH_SIZE_BYTES = 4 * 1024 * 1024
-PIECE_SIZE_BYTES = 1024 * 1024  # for bytes in the page cache: fits into the own cache of a core
+PIECE_SIZE_BYTES = 1024 * 1024  # for bytes in the page cache: fits into the private cache of a core
 REMOTE_BATCH_SIZE_BYTES = 16 * 1024 * 1024  # a request to another machine takes long, whatever its size
 FILES_OPEN_MAX = 64
 DIFFERENCES_SHOWN = 10
@@ -57,10 +57,10 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     Attributes:
         missing: names of targets that are not in the checkpoint, and were left untouched.
-        mismatched: names of targets that have another shape or dtype there, and were left untouched.
+        mismatched: names of targets with another shape or dtype in the checkpoint, which were left untouched.
         unexpected: names of tensors of the checkpoint that have no target.
 
-    These three have only names that the caller allowed to differ.
+    The three lists have only names that the caller allowed to differ.
     """
 
     save_id: SaveId
@@ -80,7 +80,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 class _Bad(msgspec.Struct):
-    """A read that failed, with the line that names it."""
+    """A read whose bytes are damaged or cannot be read, and one line of text about the reason."""
 
     read: Read
     why: str
@@ -90,7 +90,7 @@ class _Bad(msgspec.Struct):
 class Opened:
     """A checkpoint that is protected from removal, and its decoded JSON files.
 
-    The functions of this module accept it in place of a path, which avoids a second read.
+    The functions of this module accept it in place of a path, so that the JSON files are read only once.
     """
 
     directory: Attempt
@@ -113,24 +113,24 @@ def load_into(
     check: Callable[[Collection[str]], None] | None = None,
     threads: int = 0,
 ) -> LoadReport:
-    """Fill the targets from the checkpoint in directory ``path``.
+    """Fill the targets (boxes of tensors with a buffer each) from a checkpoint.
 
     Args:
         path: the checkpoint.
-        targets: the boxes of this rank; together with ``known`` they must name every tensor of the checkpoint.
+        targets: the boxes of this rank. Together with ``known`` they must name every tensor of the checkpoint.
         known: names of tensors that other ranks load (pipeline stages, experts).
-        missing, unexpected: names of values that only the caller has, and that only the checkpoint has: they count like
-            tensors.
+        missing, unexpected: names of plain values that only the caller has (``missing``) or only the checkpoint has
+            (``unexpected``). They count like tensors.
         optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
-        strict: other names may not be missing on either side; another shape or dtype is refused in any case.
+        strict: True: other names may not be missing on either side. Another shape or dtype is refused in any case.
         first: names of targets to fill before all others.
         check: called after ``first`` is filled, with the names of targets that are left out. An error that it raises
             ends the load.
-        threads: reads at the same time; 0: the node's cores divided among its ranks (from another machine: a few).
+        threads: number of threads that read; 0: the host's cores divided among its ranks (for a remote store: a few).
 
     Raises:
-        CheckpointInvalid: torn, flipped or incomplete files, named; the targets hold garbage.
-        CheckpointMismatch: other names, shapes or dtypes; the first differences are listed, nothing was loaded.
+        CheckpointInvalid: a file is torn, damaged or missing, and is named. The targets hold garbage.
+        CheckpointMismatch: names, shapes or dtypes differ. The first differences are listed, nothing was loaded.
         StateError: a buffer does not fit its box.
     """
     started_s = time.perf_counter()
@@ -158,10 +158,10 @@ def load_into(
 
 @contextmanager
 def opened(path: Place | str | Opened) -> Iterator[Opened]:
-    """Open a checkpoint.
+    """Open a checkpoint and protect it from removal during the ``with`` block. An :class:`Opened` is yielded as it is.
 
     Raises:
-        CheckpointInvalid: see :func:`load_into`.
+        CheckpointInvalid: a file is missing or damaged, or the checkpoint is being removed.
     """
     if isinstance(path, Opened):
         yield path
@@ -176,16 +176,16 @@ def load_catalogue(path: Place | str | Opened) -> Catalogue:
     """Return the catalogue of a valid checkpoint: all tensors, their layout when they were saved, and the holders.
 
     Raises:
-        CheckpointInvalid: see :func:`load_into`.
+        CheckpointInvalid: a file is missing or damaged.
     """
     return _index(path).catalogue
 
 
 def load_values(path: Place | str | Opened) -> dict[str, object]:
-    """Return the values common to all ranks.
+    """Return the plain values common to all ranks, as the lowest rank wrote them.
 
     Raises:
-        CheckpointInvalid: see :func:`load_into`.
+        CheckpointInvalid: a file is missing or damaged.
     """
     index = _index(path)
     manifest = index.manifests[min(index.manifests)]
@@ -195,16 +195,16 @@ def load_values(path: Place | str | Opened) -> dict[str, object]:
 def load_values_of_all(
     path: Place | str | Opened, names: Collection[str] | None = None, rank: int = -1
 ) -> list[dict[str, object]]:
-    """Return the common values as each writer wrote them, by rank. Pipeline stages have different parameters.
+    """Return the common plain values as each rank wrote them, one dict per rank. They differ between pipeline stages.
 
     Args:
         path: the checkpoint.
-        names: tensors of the rank that loads: return only the values of the writers that it needs, the most important
-            first.
-        rank: the rank that loads.
+        names: tensors of the rank that loads: return only the values of the ranks that it needs, the most important
+            first. None: return the values of all ranks, ascending.
+        rank: the rank that loads; -1: none in particular.
 
     Raises:
-        CheckpointInvalid: see :func:`load_into`.
+        CheckpointInvalid: a file is missing or damaged.
     """
     index = _index(path)
     known = index.manifests
@@ -213,13 +213,13 @@ def load_values_of_all(
 
 
 def load_locals(path: Place | str | Opened, rank: int) -> dict[str, object]:
-    """Return the values that belonged to ``rank`` alone; empty when the checkpoint has none for it.
+    """Return the plain values that belonged to ``rank`` alone; empty if the checkpoint has none for this rank.
 
     Raises:
-        CheckpointInvalid: see :func:`load_into`.
+        CheckpointInvalid: a file is missing or damaged.
     """
     index, key = _index(path), str(rank)
-    # The record of the rank itself comes first. That of another rank counts only if the rank could not write.
+    # The rank's own manifest comes first. Without one, another rank has written these values.
     order = sorted(index.manifests, key=lambda writer: (writer != rank, writer))
     for writer in order:
         found = index.manifests[writer].locals.get(key)
@@ -236,7 +236,7 @@ def _index(path: Place | str | Opened) -> Index:
 
 
 class BoxLoader:
-    """The reader of regions of stored boxes into targets."""
+    """The reader that fills regions of targets from the stored boxes of one checkpoint."""
 
     def __init__(self, directory: Attempt, index: Index, threads: int) -> None:
         self.directory = directory
@@ -251,7 +251,7 @@ class BoxLoader:
         """Return the verified bytes of regions of one tensor, one after the other, each in C order.
 
         Raises:
-            CheckpointInvalid: no intact copy is left.
+            CheckpointInvalid: a region has no intact copy.
         """
         item = DTYPE_SIZE_BYTES[dtype]
         data = memoryview(bytearray(sum(box.numel for box in boxes) * item))
@@ -265,10 +265,12 @@ class BoxLoader:
         return data
 
     def load(self, wanted: list[tuple[LoadTarget, Box]]) -> None:
-        """Fill the regions. Read the elements of bad extents from other copies until none is bad.
+        """Fill regions of targets, given as pairs (target, region).
+
+        Elements of damaged extents are read from other copies, until no damaged extent is left.
 
         Raises:
-            CheckpointInvalid: no intact copy is left.
+            CheckpointInvalid: a region has no intact copy.
         """
         damaged: dict[tuple[str, int], set[int]] = {}  # bad extents, by the start of their box
         why: dict[str, str] = {}
@@ -294,7 +296,7 @@ class BoxLoader:
         damaged: Mapping[tuple[str, int], set[int]],
         why: Mapping[str, str],
     ) -> list[Read]:
-        """Choose stored boxes that cover each wanted region once, and cut them into reads."""
+        """Choose stored boxes that cover each wanted region once, and divide them into reads."""
         chosen: dict[tuple[str, int], tuple[StoredBox, list[tuple[LoadTarget, Box]]]] = {}
         known: dict[tuple[Box, tuple[Box, ...]], tuple[list[tuple[int, list[Box]]], list[Box]]] = {}
         sound: dict[str, tuple[list[StoredBox], tuple[Box, ...]]] = {}
@@ -308,7 +310,7 @@ class BoxLoader:
                 sound[target.fqn] = [stored for stored, _ in parts], tuple(part for _, part in parts)
             candidates, boxes = sound[target.fqn]
             question = region, boxes
-            if question not in known:  # a model has few shapes, and one layout
+            if question not in known:  # the result is reused: a model has few shapes, and one layout
                 known[question] = _cover(*question)
             given, rest = known[question]
             for n, hits in given:
@@ -323,7 +325,7 @@ class BoxLoader:
         return [read for stored, pieces in chosen.values() for read in reads_of(stored, pieces, limit)]
 
     def _execute(self, reads: list[Read]) -> list[_Bad]:
-        """Perform the reads, batch by batch, with a bounded number of files open at a time. Return the bad ones."""
+        """Perform the reads in batches, with a limited number of open files. Return the failed reads."""
         names = sorted({read.stored.name for read in reads})
         bad: list[_Bad] = []
         for first in range(0, len(names), FILES_OPEN_MAX):
@@ -337,7 +339,10 @@ class BoxLoader:
         return bad
 
     def _perform_all(self, work: Sequence[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
-        """Perform the batches, a consecutive part of them per thread: neighbours in a file stay with one thread."""
+        """Perform the batches in several threads, and return the failed reads.
+
+        Each thread gets consecutive batches, so that neighbours in a file are read by one thread.
+        """
         count = min(self.threads, len(work))
         if count <= 1:
             return _perform(work)
@@ -349,7 +354,7 @@ class BoxLoader:
 
 
 def _cover(region: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, list[Box]]], list[Box]]:
-    """Return the parts of a region that each box gives, by the number of the box, and the parts that no box gives."""
+    """Return the parts of a region that each box covers, by the index of the box, and the parts that no box covers."""
     given: list[tuple[int, list[Box]]] = []
     rest = [region]
     for n, box in enumerate(boxes):
@@ -363,7 +368,7 @@ def _cover(region: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, list[Box]
 
 
 def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
-    """Read batches, verify every extent, put the sound ones in their places. Return the bad ones."""
+    """Read batches, verify every extent, and copy the intact ones to the targets. Return the failed reads."""
     bad: list[_Bad] = []
     scratch = memoryview(b"")
     for file, batch in work:
@@ -377,9 +382,9 @@ def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
 
 
 def _take_cached(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> list[Read]:
-    """Perform the reads whose bytes are in the page cache, from the first one on. Return the remaining reads."""
+    """Perform the first reads of a batch as long as their bytes are in the page cache. Return the remaining reads."""
     end = batch[-1].start + batch[-1].size_bytes
-    # The end is tested first: the disk should get one large request, not the rest of one.
+    # The last byte is tested first: if it is not cached, the disk gets one request for the whole batch.
     if not isinstance(file, Cached) or not file.read_cached(end - 1, memoryview(bytearray(1))):
         return batch
     for n, read in enumerate(batch):
@@ -392,7 +397,7 @@ def _take_cached(file: SourceFile, batch: list[Read], scratch: memoryview, bad: 
 
 
 def _take(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> None:
-    """Perform a batch of reads with one call."""
+    """Perform a batch of reads with one call, and add the failed reads to ``bad``."""
     start = batch[0].start
     buffers = [_buffer(read, read.start - start, scratch) for read in batch]
     try:
@@ -414,9 +419,9 @@ def _buffer(read: Read, at: int, scratch: memoryview) -> memoryview:
 
 
 def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]) -> list[int] | None:
-    """Return the extents that do not match their digests; None when ``fill`` could not fill all of ``data``.
+    """Return the indices of extents that do not match their digests; None if ``fill`` could not fill all of ``data``.
 
-    Each piece is hashed as soon as it is there, while the core has it in its own cache.
+    Each piece is hashed as soon as it was filled, while it is in the private cache of the core.
     """
     each, wrong = read.stored.extent_size_bytes, []
     for n in range(read.first, read.last):
@@ -433,7 +438,7 @@ def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]
 
 
 def _settle(file: SourceFile, read: Read, data: memoryview, wrong: Sequence[int]) -> list[_Bad]:
-    """Put the sound extents of a read in their places. Return the bad ones."""
+    """Copy the intact extents of a read from the scratch buffer to the targets. Return the others as failed reads."""
     if read.into is None:
         _scatter_sound(read, data, wrong)
     return [_Bad(cut, _why(file, cut)) for cut in (read.cut(n, n + 1) for n in wrong)]
@@ -444,14 +449,14 @@ def _why(file: SourceFile, read: Read) -> str:
 
 
 def _scatter_sound(read: Read, data: memoryview, wrong: Sequence[int]) -> None:
-    """Copy the verified extents to the regions that need them."""
+    """Copy the intact extents of a read to the regions of targets that need them."""
     for some in _without(read, wrong):
         at = some.start - read.start
         _scatter(some, data[at : at + some.size_bytes])
 
 
 def _without(read: Read, wrong: Sequence[int]) -> Iterator[Read]:
-    """Yield the runs of a read between the wrong extents (ascending)."""
+    """Yield each sequence of intact extents of a read as one read. ``wrong`` are the damaged extents, ascending."""
     begin = read.first
     for end in (*wrong, read.last):
         if begin < end:
@@ -460,7 +465,7 @@ def _without(read: Read, wrong: Sequence[int]) -> Iterator[Read]:
 
 
 def _sound_parts(stored: StoredBox, bad: Collection[int]) -> Iterable[Box]:
-    """Return the parts of a stored box that are outside of its bad extents."""
+    """Return the parts of a stored box that lie outside of its damaged extents."""
     if not bad:
         return (stored.record.box,)
     whole = Read(stored, 0, len(stored.record.digests), (), None)
@@ -468,7 +473,7 @@ def _sound_parts(stored: StoredBox, bad: Collection[int]) -> Iterable[Box]:
 
 
 def _scatter(read: Read, data: memoryview) -> None:
-    """Copy a verified extent to the regions that need it."""
+    """Copy verified extents to the regions of targets that need their elements."""
     word = _WORDS[DTYPE_SIZE_BYTES[read.stored.record.dtype]]
     elements = np.frombuffer(data, dtype=word)
     done = 0
@@ -503,7 +508,7 @@ def _check_target(target: LoadTarget) -> None:
 
 
 class _Differences(msgspec.Struct):
-    """The differences between the checkpoint and the targets, by name. ``mismatched`` describes each."""
+    """The differences between the checkpoint and the targets, by name. ``mismatched`` has a line of text for each."""
 
     missing: list[str]
     unexpected: list[str]
@@ -511,10 +516,10 @@ class _Differences(msgspec.Struct):
     convertible: set[str]  # the mismatched ones that differ only in the dtype
 
     def refuse(self, optional: Sequence[str], strict: bool, where: Place) -> None:
-        """Refuse the checkpoint of another model.
+        """Raise an error if the checkpoint differs in a name, shape or dtype that the caller did not allow to differ.
 
         Raises:
-            CheckpointMismatch: a difference that the caller did not allow.
+            CheckpointMismatch: lists the first differences.
         """
 
         def allowed(fqn: str) -> bool:

@@ -1,9 +1,10 @@
-"""The extents (pieces of files) that a load needs, their places in the targets, and the order of the reads.
+"""The extents (pieces of files) that a load needs, their positions in the targets, and the order of the reads.
 
-Theory. A digest covers an extent, so whole extents are read. Of a stored box only the extents with a part of a wanted
-region are needed. If that region is one range of flat elements both in the box and in the target, whole extents are
-read into place. The others are scattered. Neighbours that are treated alike are one run: planned, read and scattered
-together, however small the extents are.
+Theory. A digest covers an extent, so extents are read whole. Of a stored box, only the extents with elements of a
+wanted region are needed. If that region is one range of flat elements both in the box and in the target, whole extents
+are read directly into the target. All other extents are *scattered*: read into a scratch buffer, from which their
+elements are copied. Neighbouring extents that are treated alike form one *run*: they are planned, read and scattered
+together, however small they are.
 
 Invariants:
 1. Every element of every wanted region lies in exactly one run of each stored box that was chosen for it.
@@ -25,7 +26,10 @@ WINDOW_SIZE_BYTES = 4 * 1024 * 1024  # fits into the last-level cache of any pro
 
 
 class LoadTarget(msgspec.Struct, frozen=True):
-    """The target of a box. ``buffer`` is writable, C-contiguous, of the box's size; ``shape`` is the global shape."""
+    """One box of a tensor to load, and a writable, C-contiguous ``buffer`` of the box's size for its bytes.
+
+    ``shape`` is the shape of the complete tensor.
+    """
 
     fqn: str
     box: Box
@@ -35,9 +39,9 @@ class LoadTarget(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct):
-    """The extents ``first`` to ``last`` to read.
+    """One read: the extents ``first`` to ``last`` (exclusive) of a stored box, for the ``pieces`` (target, region).
 
-    ``into`` is their place in a target, or None when they are scattered.
+    ``into`` is the part of a target's buffer to read into. None: read into a scratch buffer, and copy the elements.
     """
 
     stored: StoredBox
@@ -48,7 +52,7 @@ class Read(msgspec.Struct):
 
     @property
     def start(self) -> int:
-        """Offset of the first byte in the file."""
+        """File offset of the first byte of the extents."""
         return self.stored.record.start + self.first * self.stored.extent_size_bytes
 
     @property
@@ -58,16 +62,16 @@ class Read(msgspec.Struct):
         return stop - self.first * self.stored.extent_size_bytes
 
     def parts(self) -> list[Box]:
-        """Return the regions of the extents, in global coordinates."""
+        """Return the regions whose elements the extents hold, in the coordinates of the complete tensor."""
         return self.stored.regions(self.start, self.size_bytes)
 
     def cut(self, first: int, last: int) -> Read:
-        """Return a read of extents ``first`` to ``last`` whose bytes are copied to their places after the read."""
+        """Return a read of only the extents ``first`` to ``last`` for the same targets, through a scratch buffer."""
         return Read(self.stored, first, last, self.pieces, None)
 
 
 def reads_of(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]], limit_bytes: int) -> list[Read]:
-    """Return the extents of a stored box that the pieces need, in runs of at most ``limit_bytes`` (or one extent)."""
+    """Return the reads of a stored box that ``pieces`` need, each of at most ``limit_bytes`` (or one extent)."""
     step = max(1, limit_bytes // stored.extent_size_bytes)
     reads: list[Read] = []
     for first, last, needed, place in _runs(stored, pieces):
@@ -85,7 +89,7 @@ _Run: TypeAlias = tuple[int, int, Sequence[tuple[LoadTarget, Box]], int | None]
 
 
 def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterator[_Run]:
-    """Yield the needed extents in the longest runs that are treated alike."""
+    """Yield the extents that ``pieces`` need, in runs: neighbours for the same pieces and with the same handling."""
     box, item = stored.record.box, DTYPE_SIZE_BYTES[stored.record.dtype]
     each, count = stored.extent_size_bytes // item, len(stored.record.digests)
     if len(pieces) > 1:
@@ -108,10 +112,10 @@ def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterat
 def _fates(
     box: Box, region: Box, goal_box: Box, each: int, first: int, last: int
 ) -> tuple[tuple[int, int, int | None], ...]:
-    """Return the extents (of ``each`` elements) among ``first`` to ``last`` that a region needs, as runs.
+    """Return the runs of extents, among ``first`` to ``last``, that hold elements of a region of a stored box.
 
-    The third number of a run is its offset in the target in elements; None: it is scattered. Tensors of a model have
-    few shapes, so the answers are cached.
+    A run is (first extent, one after the last, offset in the target). The offset is in elements; None: the run is
+    scattered. An extent has ``each`` elements. The answers are cached, because tensors of a model have few shapes.
     """
     start, stop, gap = _spread(box, region)
     first, last = max(start // each, first), min(-(-stop // each), last)
@@ -134,7 +138,7 @@ def _fates(
 
 
 def _spread(box: Box, region: Box) -> tuple[int, int, int]:
-    """Return the flat elements of a box that a region spans: first, one after the last, and the longest gap."""
+    """Return the first and last (exclusive) flat element of a box that a region spans, and the longest gap between."""
     start, span, gap, stride = 0, 1, 0, 1
     for offset, size, at, length in zip(
         reversed(region.offsets),
@@ -152,10 +156,11 @@ def _spread(box: Box, region: Box) -> tuple[int, int, int]:
 
 
 def in_order(reads: list[Read]) -> list[Read]:
-    """Return the reads in the order in which files hold their tensors, all files in parallel.
+    """Return the reads in the order of the tensors in the files, with all files read in parallel.
 
-    Within a window, neighbours in a file stay neighbours. The parts of one target from several files come while they
-    are in the processor's cache, and the disk reads ahead in several files at once.
+    The reads are divided into windows of ``WINDOW_SIZE_BYTES``. Within a window, neighbours in a file stay neighbours.
+    So the parts of one target from several files are read while the target is in the processor's cache. The disk reads
+    ahead in several files at once.
     """
 
     def place(read: Read) -> tuple[int, str, int]:
@@ -171,7 +176,7 @@ def in_order(reads: list[Read]) -> list[Read]:
 
 
 def batches_of(reads: Sequence[Read], limit_bytes: int) -> list[list[Read]]:
-    """Return reads of adjacent bytes of one file, grouped into single calls."""
+    """Group reads of adjacent bytes of one file into batches of at most ``limit_bytes``, each read with one call."""
     batches: list[list[Read]] = []
     size_bytes = 0
     for read in reads:

@@ -1,14 +1,14 @@
 """Validation of a checkpoint: a pure function of the files in its directory.
 
-Theory. A checkpoint is valid when one save id and one catalogue bind all its manifests, every writer's manifest is
-there, and the boxes in intact files cover every tensor of the catalogue. The seal is only a cached answer: it is
+Theory. A checkpoint is valid if all its manifests have the same save id and the same catalogue, every writer's manifest
+exists, and the boxes in intact files cover every tensor of the catalogue. The seal is only a cached answer: it is
 neither needed nor trusted. The shallow check reads manifests, file sizes and headers. The deep check also hashes every
 extent (piece of a file).
 
 Invariants:
 1. Deleting, truncating or swapping any file that the catalogue needs makes the answer "invalid", with the file named.
-2. Damage that copies can replace (``copies`` > 1) is listed but does not invalidate: of extents, files, manifests and
-   the catalogue.
+2. Damage that copies can replace (``copies`` > 1) is listed, and the checkpoint stays valid. This holds for extents,
+   files, manifests and the catalogue.
 3. No file outside the directory is touched and no link followed, whatever the manifests contain.
 """
 
@@ -42,11 +42,11 @@ _BAD_HEADER = ": header does not match its digest (flipped, or a file of another
 
 
 def _quiet(_size_bytes: int) -> None:
-    """Ignore the progress."""
+    """Ignore a report of progress."""
 
 
 class StoredBox(msgspec.Struct, frozen=True):
-    """One stored box: its file in the directory, and the data for its check."""
+    """One box of a tensor in a shard file: the rank that wrote it, the file name, and its record from the manifest."""
 
     rank: int
     name: str
@@ -54,14 +54,17 @@ class StoredBox(msgspec.Struct, frozen=True):
     record: BoxRecord
 
     def extents(self) -> Iterator[tuple[int, int, str]]:
-        """Yield (absolute offset, length in bytes, digest) of each extent."""
+        """Yield (file offset, length in bytes, digest) of each extent of the box."""
         stop = self.record.start + self.record.size_bytes
         for n, digest in enumerate(self.record.digests):
             start = self.record.start + n * self.extent_size_bytes
             yield start, min(self.extent_size_bytes, stop - start), digest
 
     def regions(self, start: int, size_bytes: int) -> list[Box]:
-        """Return the content of these bytes of the file, as boxes in global coordinates, one after the other."""
+        """Return the boxes whose elements a byte range of the file holds, in the coordinates of the complete tensor.
+
+        ``start`` is a file offset inside the stored box. The result is in the order of the bytes.
+        """
         record, item = self.record, DTYPE_SIZE_BYTES[self.record.dtype]
         if size_bytes == record.size_bytes:
             return [record.box]
@@ -70,7 +73,7 @@ class StoredBox(msgspec.Struct, frozen=True):
 
 
 class _Unfinished(CheckpointInvalid):
-    """A missing share that was never declared complete: the save is in progress, or its writers died."""
+    """The error for an attempt that lacks a rank's share: the save is in progress, or its writers died."""
 
 
 class Index(msgspec.Struct, frozen=True):
@@ -86,12 +89,12 @@ class Index(msgspec.Struct, frozen=True):
 
     @property
     def copies(self) -> int:
-        """Number of copies that the save promises."""
+        """The number of ranks that the save promises to write each box."""
         return next(iter(self.manifests.values())).copies
 
 
 class Validity(msgspec.Struct, frozen=True):
-    """The answer of :func:`inspect`. ``reason`` names the first broken rule; ``damage`` lists all damage."""
+    """The judgement of :func:`inspect`. ``reason`` names the first broken rule; ``damage`` lists all damage."""
 
     path: str
     valid: bool
@@ -111,14 +114,14 @@ class Validity(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the attempt in its root."""
+        """Directory name of the attempt."""
         return place_of(self.path).name
 
 
 def inspect(
     path: Place | str, deep: bool = False, *, threads: int = 2, progress: Progress = _quiet
 ) -> Validity:
-    """Judge the checkpoint in directory ``path`` from its files alone. A bad checkpoint raises no error.
+    """Judge the checkpoint at ``path`` from its files alone. An invalid checkpoint raises no error.
 
     Args:
         path: the checkpoint.
@@ -130,14 +133,15 @@ def inspect(
         The judgement, with the reason and the damage.
 
     Raises:
-        StoreUnreachable: the files cannot be read now; StoreDenied: this process has no right to read them.
+        StoreUnreachable: the files cannot be read now.
+        StoreDenied: this process has no right to read the files.
     """
     step = (form.attempt_key(place_of(path).name) or (-1,))[0]
     try:
         with open_attempt(path) as directory:
             if not deep:
                 return judge(directory, read_index(directory))
-            if not directory.hold():  # to read it all takes long
+            if not directory.hold():  # protects it during the long read
                 raise CheckpointInvalid(f"{directory.path}: is being removed")
             index = read_index(directory)
             more = (*check_copies(directory, index), *check_contents(directory, index, threads, progress))
@@ -148,9 +152,9 @@ def inspect(
 
 
 def judge(directory: Attempt, index: Index, more: Sequence[str] = ()) -> Validity:
-    """Return the judgement of a checkpoint whose index was read without an error: it is valid.
+    """Return the judgement "valid" for a checkpoint whose index was read without an error.
 
-    ``more`` is further damage, which copies can replace.
+    ``more`` is further damage to list, which copies can replace.
     """
     sealed, broken = _seal(directory, index)
     some = next(iter(index.manifests.values()))
@@ -165,7 +169,8 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
 
     Args:
         directory: the checkpoint.
-        headers: the boxes of a file with a damaged header do not count. (Its data may be sound: see ``repair.py``.)
+        headers: True: ignore the boxes of a file with a damaged header. False: use them, because the data may be intact
+            (see ``repair.py``).
 
     Returns:
         The content of the JSON files, and the damage.
@@ -211,7 +216,7 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
             if intact[record.file]:
                 stored = StoredBox(rank, manifest.files[record.file].name, manifest.extent_size_bytes, record)
                 boxes.setdefault(record.fqn, []).append(stored)
-    # In C order, the regions that a load still has to find stay few, however many boxes there are.
+    # A load takes the boxes one by one. In C order, the regions that are still uncovered stay few.
     sorted_boxes = {fqn: tuple(sorted(found, key=lambda s: s.record.box)) for fqn, found in boxes.items()}
     index = Index(
         first.save_id, catalogue, manifests, digests, sorted_boxes, tuple(damage),
@@ -222,7 +227,7 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
 
 
 def _read_json(directory: Attempt, name: str, decode: Callable[[bytes, str], T], damage: list[str]) -> T:
-    """Return one decoded JSON file. If it is damaged or missing, use its copy and note the damage."""
+    """Return one decoded JSON file. If it is damaged or missing, decode its copy and add a line to ``damage``."""
     limit = form.MANIFEST_SIZE_BYTES_MAX
     try:
         return decode(directory.read(name, limit), str(directory.path / name))
@@ -239,7 +244,7 @@ def _read_json(directory: Attempt, name: str, decode: Callable[[bytes, str], T],
 
 
 def json_files(index: Index) -> Iterator[tuple[str, bytes]]:
-    """Yield name and only possible content of every JSON file except the seal; the original first, then its copy."""
+    """Yield name and only possible content of each JSON file except the seal: an original, then its copy (if any)."""
     originals = [(form.CATALOGUE_NAME, form.wrap(index.catalogue.to_json()))]
     for rank, manifest in index.manifests.items():
         originals.append((form.rank_name(rank), form.encode_manifest(manifest)))
@@ -250,7 +255,7 @@ def json_files(index: Index) -> Iterator[tuple[str, bytes]]:
 
 
 def check_copies(directory: Attempt, index: Index) -> tuple[str, ...]:
-    """Return the damage of the copies of the JSON files, for a checkpoint that promises copies."""
+    """Return the damage of the copies of the JSON files, if the checkpoint promises copies."""
     found: list[str] = []
     for name, data in json_files(index):
         if name.startswith(form.COPY_PREFIX):
@@ -270,7 +275,7 @@ def seal_of(index: Index) -> bytes:
 
 
 def _seal(directory: Attempt, index: Index) -> tuple[bool, list[str]]:
-    """Return whether the checkpoint has a valid seal, and the errors in the seal (none if no seal exists)."""
+    """Return whether the checkpoint has a valid seal, and lines about errors in the seal (none if no seal exists)."""
     if not directory.exists(form.SEAL_NAME):
         return False, []
     try:
@@ -284,16 +289,16 @@ def _seal(directory: Attempt, index: Index) -> tuple[bool, list[str]]:
 def check_coverage(
     index: Index, where: Place, bad: Mapping[int, Mapping[int, str]], names: Collection[str] | None = None
 ) -> None:
-    """Raise an error if the intact extents leave a hole in a tensor of the catalogue.
+    """Raise an error if the intact extents do not cover every tensor of the catalogue.
 
     Args:
         index: the content of the JSON files.
         where: the checkpoint, for messages.
         bad: the damaged extents by ``id()`` of their ``StoredBox``. Each maps an extent's number to a line about it.
-        names: names of the tensors that count; all by default.
+        names: names of the tensors that count; None: all.
 
     Raises:
-        CheckpointInvalid: names the damage that causes the hole, or the hole.
+        CheckpointInvalid: names the damage that leaves a region uncovered, or the region.
     """
     absent = index.catalogue.absent
     if absent:
@@ -337,7 +342,7 @@ def check_contents(
         index: the content of its JSON files.
         threads: extents read and hashed at the same time.
         progress: called with the size in bytes of each extent.
-        names: names of the tensors whose extents count; all by default.
+        names: names of the tensors whose extents are hashed; None: all.
 
     Raises:
         CheckpointInvalid: the intact extents do not cover the catalogue.
@@ -363,7 +368,7 @@ def check_contents(
 
 
 def share_damage(directory: Attempt, manifest: RankManifest) -> list[str]:
-    """Return the damage of the shard files of one rank. Everything is read."""
+    """Read the shard files of one rank completely. Return a line of text about each damage."""
     damage: list[str] = []
     for number, entry in enumerate(manifest.files):
         if wrong := _what_is_wrong(directory, entry):
@@ -378,10 +383,7 @@ def share_damage(directory: Attempt, manifest: RankManifest) -> list[str]:
 
 
 def bad_extents(file: SourceFile, stored: StoredBox, progress: Progress = _quiet) -> dict[int, str]:
-    """Read and hash the extents of one stored box.
-
-    The result has the line of text that names each bad extent, by the index of the extent.
-    """
+    """Read and hash the extents of one stored box. Return a line of text about each bad extent, by its index."""
     found: dict[int, str] = {}
     buffer = memoryview(bytearray(min(stored.extent_size_bytes, stored.record.size_bytes)))
     for n, (start, size_bytes, digest) in enumerate(stored.extents()):
@@ -397,14 +399,14 @@ def bad_extents(file: SourceFile, stored: StoredBox, progress: Progress = _quiet
 
 
 def bad_extent(path: Place, record: BoxRecord, start: int, size_bytes: int) -> str:
-    """Return the line that names a bad extent."""
+    """Return the line of text about an extent that does not match its digest."""
     return f"{path}: bytes {start}:{start + size_bytes} of {record.fqn}{record.box} do not match their digest"
 
 
 def _check_agreement(
     rank: int, manifest: RankManifest, first: RankManifest, catalogue: Catalogue, directory: Attempt
 ) -> None:
-    """Check one manifest against its name, the others, the catalogue and the directory."""
+    """Check that a manifest agrees with its file name, the first manifest, the catalogue and the directory name."""
     where = directory.path / form.rank_name(rank)
     key = form.attempt_key(directory.path.name)
     if manifest.rank != rank:
@@ -426,7 +428,7 @@ def _check_known(record: BoxRecord, catalogue: Catalogue, where: Place) -> None:
 
 
 def _each(directory: Attempt, function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Yield the result of ``function`` for each item, several at a time if a request takes long."""
+    """Yield the result of ``function`` for each item, several at a time if the store is remote."""
     if directory.parallel == 1 or len(items) < 2:
         yield from map(function, items)
         return
@@ -435,13 +437,13 @@ def _each(directory: Attempt, function: Callable[[T], R], items: Sequence[T]) ->
 
 
 def _read_manifest(directory: Attempt, rank: int) -> tuple[tuple[RankManifest, str], list[str]]:
-    """Return manifest and digest of a rank, and the damage that was found."""
+    """Return the manifest of a rank with its digest, and lines about damage that its copy replaced."""
     damage: list[str] = []
     return _read_json(directory, form.rank_name(rank), form.decode_manifest, damage), damage
 
 
 def _what_is_wrong(directory: Attempt, entry: FileEntry) -> str:
-    """Return the line that names the damage of a shard file's size or header; empty when both are sound."""
+    """Return a line about the damage of a shard file's size or header; empty if both are intact."""
     path = directory.path / entry.name
     try:
         with directory.open_file(entry.name) as file:
@@ -459,7 +461,7 @@ def _what_is_wrong(directory: Attempt, entry: FileEntry) -> str:
 
 
 def _check_header(file: SourceFile, boxes: Sequence[StoredBox]) -> list[str]:
-    """Check the safetensors header against the manifest: other programs must read the same tensors as Holdfast."""
+    """Check that the safetensors header names the same tensors as the manifest: other programs read only the header."""
     prefix = bytearray(8)
     try:
         file.read_at(0, [memoryview(prefix)])

@@ -1,17 +1,17 @@
 """The state files of the memory tier: the newest states of each rank, in shared memory that outlives its process.
 
 Theory. Each rank has two slots, which are files in the private directory of the run's status pages. A state is copied
-into the slot that does not hold the newest one: a kill during a copy costs the older state, never both. A slot has one
-*marker*: step, place and digest of a description, and a digest of the marker itself. The marker is zeroed before the
-first byte changes and stored after the last one, so a torn copy has none. The description has a digest of every box.
-After the block of a step the script may still change its state. A second word after the marker shows that this is over:
-the state is then *whole*.
+into the slot without the newest state. So a kill during a copy costs the older state, never both. A slot begins with
+one *marker*: the step, the offset and digest of a description, and a digest of the marker itself. The marker is zeroed
+before the first byte of the slot changes and stored after the last byte, so an incomplete copy has none. The
+description has a digest of every box. After the block of a step the script may still change its state. When these
+changes are over, a second word after the marker is set: the state is then *whole*.
 
 Invariants:
 1. A slot without a sound marker holds nothing. Its earlier content is lost from the moment the copy begins.
 2. Nothing is read from a slot before all its digests are verified. A slot with a wrong digest is dropped for all
    readers.
-3. The memory is allocated before it is written: a lack of it is an error here, not a SIGBUS in a copy.
+3. The memory is allocated before it is written. So a lack of memory is an error here, not a SIGBUS in a copy.
 4. A whole state no longer changes.
 """
 
@@ -36,11 +36,11 @@ from holdfast.store.write.writer import TensorSource
 
 SLOTS = 2
 MAGIC = 0x314D454D444C4F48  # "HOLDMEM1"
-CHUNK_SIZE_BYTES = 1 << 20  # copied and hashed while it is in the cache
-_WORDS = 6  # magic, step + 1, start and size of the description, its digest, digest of these words
+CHUNK_SIZE_BYTES = 1 << 20  # is copied, and hashed while it is in the cache
+_WORDS = 6  # magic, step + 1, start, size and digest of the description, digest of the words before
 MARKER_SIZE_BYTES = 8 * _WORDS
 _FORM = struct.Struct(f"={_WORDS}Q")
-_OWN = slice(MARKER_SIZE_BYTES - 8, MARKER_SIZE_BYTES)  # the digest of these words
+_OWN = slice(MARKER_SIZE_BYTES - 8, MARKER_SIZE_BYTES)  # the digest of the other words
 _WHOLE = slice(_OWN.stop, _OWN.stop + 8)  # the same digest again when the state is whole
 _WORD_MAX = 2**63 - 1  # largest word of a status page
 _DATA_AT = 4096
@@ -49,7 +49,10 @@ ALIGNMENT = 64
 
 
 class Marked(NamedTuple):
-    """The content of a marker. ``digest`` covers all that the slot holds, in 63 bits."""
+    """The content of a slot's marker. ``digest`` (63 bits) covers all that the slot holds.
+
+    ``whole`` means that the script no longer changes the state.
+    """
 
     step: int
     digest: int
@@ -57,7 +60,7 @@ class Marked(NamedTuple):
 
 
 class KeptBox(msgspec.Struct, frozen=True, array_like=True):
-    """One box and the place of its bytes in the slot; ``digest`` is their xxh3-64."""
+    """One box of a state: ``start`` is the offset of its bytes in the slot, ``digest`` their xxh3-64."""
 
     meta: TensorMeta
     start: int
@@ -66,9 +69,10 @@ class KeptBox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The description of a slot: the state of ``rank`` after ``step`` updates. ``values`` and ``local`` are JSON.
+    """The description of a slot: the state of ``rank`` after ``step`` updates.
 
-    ``amended``: it includes the changes that the script made after the block of the previous step.
+    ``values`` (common) and ``local`` (of this rank) are plain values as JSON. ``amended``: the state includes the
+    changes that the script made after the block of the previous step.
     """
 
     step: int
@@ -97,13 +101,13 @@ class StoredState:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all boxes."""
+        """Total size of all boxes in bytes."""
         return sum(box.size_bytes for box in self._boxes.values())
 
     def catalogue(self) -> Catalogue:
-        """Return all tensors and this rank's boxes of them.
+        """Return a catalogue of the state's tensors, with the boxes of this rank.
 
-        A tensor with an empty part is listed as if the rank had all of it.
+        A tensor of which the rank holds no element is listed as if the rank had all of it.
         """
         metas = [box.meta for box in self._boxes.values()]
         held = [meta for meta in metas if meta.box.numel]
@@ -121,7 +125,7 @@ class StoredState:
         """Return the bytes of one box.
 
         Raises:
-            CheckpointInvalid: the slot does not hold it.
+            CheckpointInvalid: the slot does not hold this box.
         """
         found = self._boxes.get((fqn, box))
         if found is None:
@@ -129,7 +133,7 @@ class StoredState:
         return self._data[found.start : found.start + found.size_bytes]
 
     def verify(self) -> None:
-        """Compare every digest.
+        """Compare the bytes of every box with its digest.
 
         Raises:
             CheckpointInvalid: a digest does not match. The slot is then dropped.
@@ -144,11 +148,11 @@ class StoredState:
 
 
 class Slots:
-    """The two slots of one rank, for writing.
+    """The two slots of one rank in the memory tier, for writing.
 
     Args:
         directory: a directory in shared memory.
-        rank: the rank whose states these are.
+        rank: the rank whose states the slots hold.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -158,11 +162,11 @@ class Slots:
         self._last: memoryview | None = None  # the slot of the newest copy
 
     def steps(self, *, whole: bool = False) -> tuple[int, ...]:
-        """Return the steps of the states, ascending. With ``whole``: only of whole states."""
+        """Return the steps of the kept states, ascending. ``whole``: skip states that the script may still change."""
         return tuple(sorted(found.step for found in self._marked() if found.whole or not whole))
 
     def newest(self, *, whole: bool = False) -> Marked | None:
-        """Return the marker of the newest state, or with ``whole`` of the newest whole state. None if there is none."""
+        """Return the marker of the newest state, or None. ``whole``: skip states that the script may still change."""
         return max((found for found in self._marked() if found.whole or not whole), default=None)
 
     def _marked(self) -> list[Marked]:
@@ -178,7 +182,10 @@ class Slots:
         *,
         amended: bool = False,
     ) -> int:
-        """Copy the state after ``step`` updates in place of the older one. Return its size in bytes.
+        """Copy the state after ``step`` updates into the slot with the older state. Return the state's size in bytes.
+
+        ``values`` (common) and ``local`` (of this rank) are plain values as JSON. ``amended``: the state includes the
+        changes that the script made after the block of the previous step.
 
         Raises:
             StateError: shared memory is full.
@@ -194,14 +201,15 @@ class Slots:
         return sum(box.size_bytes for box in kept)
 
     def finish(self) -> None:
-        """Mark the state that was copied last as complete, so that it may be given to other processes."""
+        """Mark the newest copied state as whole: the script no longer changes it, so other processes may receive it."""
         if self._last is not None:
             self._last[_WHOLE] = self._last[_OWN]
 
     def room(self, step: int, size_bytes: int) -> memoryview:
-        """Return an emptied slot for ``step``.
+        """Return the memory of an emptied slot of at least ``size_bytes``, for the state of ``step``.
 
-        States of later steps are dropped, because the job went back. Otherwise the slot with the older state is used.
+        States of later steps are dropped, because the job has returned to an earlier step. If both slots are still in
+        use, the older state is given up.
 
         Raises:
             StateError: shared memory is full.
@@ -218,20 +226,20 @@ class Slots:
                 drop(path)
 
     def forget(self, step: int) -> None:
-        """Drop the state of ``step``."""
+        """Drop the state of ``step``, if a slot holds it."""
         for path in self._paths:
             if marked_step(path) == step:
                 drop(path)
 
     def remove(self) -> None:
-        """Remove the files."""
+        """Remove the files of both slots."""
         self._maps = [None] * SLOTS
         self._last = None
         for path in self._paths:
             path.unlink(missing_ok=True)
 
     def _emptied(self, size_bytes: int, step: int | None = None) -> memoryview:
-        """Return the slot that has ``step`` already, or the older one, after its marker is zeroed."""
+        """Return the memory of a slot with a zeroed marker: the slot of ``step``, otherwise the empty or older slot."""
         held = [marked_step(path) for path in self._paths]
         number = min(range(SLOTS), key=lambda n: (held[n] != step, -1 if held[n] is None else held[n]))
         memory = self._memory(number, size_bytes)
@@ -249,7 +257,7 @@ class Slots:
 
 
 def map_file(path: Path, size_bytes: int) -> mmap.mmap:
-    """Return a mapping of a file of at least ``size_bytes`` for writing. All of it is allocated.
+    """Return a writable mapping of a file, which is made or grown to at least ``size_bytes``. All of it is allocated.
 
     Raises:
         StateError: shared memory is full.
@@ -270,14 +278,14 @@ def map_file(path: Path, size_bytes: int) -> mmap.mmap:
 
 
 class Incoming:
-    """A state that comes from another node, made by :meth:`begin`."""
+    """A slot that is being filled with a state from another node, made by :meth:`begin`."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
 
     @classmethod
     def begin(cls, directory: Path, rank: int, step: int, size_bytes: int) -> Self:
-        """Empty the slot with the older state, and return the new state to be written there.
+        """Empty a slot of ``rank``, and return an object that writes the received state into it.
 
         Raises:
             StateError: shared memory is full.
@@ -285,7 +293,7 @@ class Incoming:
         return cls(Slots(directory, rank).room(step, size_bytes))
 
     def write(self, start: int, data: bytes) -> None:
-        """Write bytes from ``start`` on.
+        """Write received bytes at offset ``start`` of the slot. Bytes of the marker are skipped.
 
         Raises:
             CheckpointInvalid: the bytes are outside of the slot.
@@ -296,10 +304,10 @@ class Incoming:
         self._memory[start + first : start + len(data)] = data[first:]
 
     def commit(self, marker: bytes) -> None:
-        """Store the marker, after all bytes have arrived.
+        """Store the marker, after all bytes have arrived. The slot then holds the state.
 
         Raises:
-            CheckpointInvalid: this is no marker.
+            CheckpointInvalid: ``marker`` is no valid marker.
         """
         if len(marker) != MARKER_SIZE_BYTES or not is_sound(words_of(marker)):
             raise CheckpointInvalid("not the marker of a slot")
@@ -307,10 +315,10 @@ class Incoming:
 
 
 def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int) -> tuple[int, bytes, bytes]:
-    """Return size and marker of the slot with the state of ``step``, and its bytes from ``start`` on.
+    """Return size and marker of the slot with the state of ``step``, and ``size_bytes`` of its bytes from ``start`` on.
 
     Raises:
-        CheckpointInvalid: there is no such state.
+        CheckpointInvalid: no slot of ``rank`` has a state of this step.
     """
     path = _slot_with(directory, rank, step)
     with path.open("rb") as file:
@@ -320,10 +328,10 @@ def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int)
 
 
 def _slot_with(directory: Path, rank: int, step: int) -> Path:
-    """Return the slot with the state of ``step``.
+    """Return the path of the slot with the state of ``step``.
 
     Raises:
-        CheckpointInvalid: there is none.
+        CheckpointInvalid: no slot of ``rank`` has a state of this step.
     """
     for number in range(SLOTS):
         path = slot_path(directory, rank, number)
@@ -333,14 +341,14 @@ def _slot_with(directory: Path, rank: int, step: int) -> Path:
 
 
 def slot_path(directory: Path, rank: int, number: int) -> Path:
-    """Return the path of one slot."""
+    """Return the path of slot ``number`` (0 or 1) of a rank."""
     return directory / f"memory-{rank:05d}-{number}"
 
 
 def kept_steps(directory: Path, rank: int, *, whole: bool = False) -> tuple[int, ...]:
-    """Return the steps of which ``directory`` has a state of ``rank``, ascending. With ``whole``: only whole states.
+    """Return the steps of the states of ``rank`` in ``directory``, ascending.
 
-    The markers are read, and nothing is verified.
+    Only the markers are read, and no data is verified. ``whole``: skip states that the script may still change.
     """
     return Slots(directory, rank).steps(whole=whole)
 
@@ -360,7 +368,11 @@ def open_kept(directory: Path, rank: int, step: int) -> Iterator[StoredState]:
 
 
 def was_amended(directory: Path, rank: int, step: int) -> bool:
-    """Return True if the state of ``rank`` after ``step`` updates is there, and amended. Its boxes are not verified."""
+    """Return True if a slot has the state of ``rank`` after ``step`` updates, and this state is amended.
+
+    An amended state includes the changes that the script made after the block of the previous step. The boxes are not
+    verified.
+    """
     with contextlib.suppress(CheckpointInvalid):
         path = _slot_with(directory, rank, step)
         with Mapped(path) as data:
@@ -369,13 +381,13 @@ def was_amended(directory: Path, rank: int, step: int) -> bool:
 
 
 def marked_step(path: Path) -> int | None:
-    """Return the step of a slot; None when it holds no committed state."""
+    """Return the step of the state in a slot; None if the slot has no valid marker."""
     found = read_marked(path)
     return None if found is None else found.step
 
 
 def read_marked(path: Path) -> Marked | None:
-    """Return the content of a slot's marker; None when it holds no committed state."""
+    """Return the content of a slot's marker; None if the slot has no valid marker."""
     try:
         with path.open("rb") as file:
             head = file.read(_WHOLE.stop)
@@ -388,7 +400,7 @@ def read_marked(path: Path) -> Marked | None:
 
 
 def digest_of(marker: bytes) -> int:
-    """Return the digest of all that is in a slot with this marker, as a word of a status page."""
+    """Return the digest of a slot's content, from its marker, in the 63 bits of a word of a status page."""
     return int.from_bytes(marker[_OWN], sys.byteorder) & _WORD_MAX
 
 
@@ -399,7 +411,7 @@ def drop(path: Path) -> None:
 
 
 class Mapped:
-    """A file, mapped read-only while the block runs. A view that is used after the block is an error of the caller."""
+    """A context manager that maps a file read-only. No view of the file may be used after the ``with`` block."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -414,7 +426,7 @@ class Mapped:
 
 
 def _read(path: Path, data: memoryview) -> StoredState:
-    """Return the state in a slot, after its places are checked.
+    """Return the state in a slot, after a check that its boxes lie inside the slot. The boxes are not verified.
 
     Raises:
         CheckpointInvalid: the slot holds no sound state.
@@ -438,18 +450,18 @@ def _read(path: Path, data: memoryview) -> StoredState:
 
 
 def marker_of(step: int, start: int, description: bytes) -> bytes:
-    """Return the marker of an entry of ``step`` whose description begins at ``start``."""
+    """Return the marker of a slot (or log entry) of ``step``, whose description begins at offset ``start``."""
     words = MAGIC, step + 1, start, len(description), xxhash.xxh3_64_intdigest(description)
     return _FORM.pack(*words, _own_digest(words))
 
 
 def words_of(marker: bytes | memoryview) -> tuple[int, ...]:
-    """Return the words of a marker; none if a file ends inside of it."""
+    """Return the words of ``marker``; no words if it has another size, as in a file that ends inside of it."""
     return _FORM.unpack(marker) if len(marker) == MARKER_SIZE_BYTES else ()
 
 
 def is_sound(words: tuple[int, ...]) -> bool:
-    """Return True if these words are a marker."""
+    """Return True if ``words`` are a valid marker of a slot or log entry."""
     return len(words) == _WORDS and words[0] == MAGIC and words[5] == _own_digest(words)
 
 
@@ -458,7 +470,7 @@ def _own_digest(words: tuple[int, ...]) -> int:
 
 
 def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
-    """Return each box with its offset in a slot but with an empty digest, and the end offset of the last box."""
+    """Return each box with its offset in a slot and without its digest, and the end offset of the last box."""
     places: list[KeptBox] = []
     end = _DATA_AT
     for meta in layout.tensors:
@@ -474,11 +486,11 @@ class PiecewiseSource(TensorSource, Protocol):
     """A provider that can give the bytes of a box in small pieces, so that a device needs no copy of the whole box."""
 
     def pieces(self, fqn: str, box: Box) -> Iterator[memoryview]:
-        """Yield the bytes of ``view(fqn, box)`` in order; each piece is valid until the next one is asked for."""
+        """Yield the bytes of ``view(fqn, box)`` in order. Each piece is valid until the next one is requested."""
 
 
 def _copy_all(source: TensorSource, boxes: tuple[KeptBox, ...], memory: memoryview) -> tuple[KeptBox, ...]:
-    """Copy every box to its place. Return the boxes with their digests."""
+    """Copy every box to its offset in the slot. Return the boxes with their digests."""
     digests: list[int] = []
     for box in boxes:
         name = box.meta.fqn, box.meta.box
@@ -490,12 +502,12 @@ def _copy_all(source: TensorSource, boxes: tuple[KeptBox, ...], memory: memoryvi
 
 
 def copy_hashed(pieces: Iterable[memoryview], goal: memoryview) -> int:
-    """Copy ``pieces`` to ``goal``, one after the other, and return the digest of all.
+    """Copy ``pieces`` to ``goal``, one after the other, and return the xxh3-64 digest of all their bytes.
 
-    Each chunk is hashed while it is in the cache.
+    Each chunk is hashed while it is in the processor's cache.
 
     Raises:
-        StateError: the pieces have another size than ``goal``.
+        StateError: the pieces have another total size than ``goal``.
     """
     digest = xxhash.xxh3_64()
     if not len(goal):

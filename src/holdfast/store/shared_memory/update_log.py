@@ -2,10 +2,10 @@
 
 Theory. One file per rank is a ring of entries of equal size. The entry of step s is at s modulo the number of entries.
 An entry holds the local gradients that the update of its step used, and the settings of the parameter groups as JSON.
-As in a slot of the memory tier, its marker is zeroed before the first byte changes and stored after the last one, and
-every tensor has a digest. From a state of step T and the entries of T, T + 1, ... up to s - 1 without a hole, the state
-of s can be computed. The file counts for nothing until this was tried once and gave the same bits, which a word of the
-file records.
+Every tensor of an entry has a digest. As in a slot of the memory tier, the marker of an entry is zeroed before the
+first byte changes and stored after the last byte. From a state of step T and the entries of T, T + 1, ... up to s - 1
+without a hole, the state of s can be computed. The log is used only after this was tried once and gave the same bits. A
+word of the file records this proof.
 
 Invariants:
 1. An entry without a sound marker holds nothing. Its earlier content is lost from the moment the copy begins.
@@ -48,7 +48,7 @@ _PAGE = 4096
 
 
 class Gradient(NamedTuple):
-    """One local gradient: its bytes in C order."""
+    """One local gradient of a rank; ``data`` are its bytes in C order."""
 
     name: str
     dtype: str
@@ -57,7 +57,7 @@ class Gradient(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The inputs of one update; ``settings`` is JSON."""
+    """The inputs of the update of one step: the gradients, and the ``settings`` of the parameter groups as JSON."""
 
     step: int
     settings: bytes
@@ -65,7 +65,7 @@ class Update(NamedTuple):
 
 
 class _RecordPlace(msgspec.Struct, frozen=True, array_like=True):
-    """One gradient and the place of its bytes in the entry; ``digest`` is their xxh3-64."""
+    """One gradient of a log entry: ``start`` is the offset of its bytes in the entry, ``digest`` their xxh3-64."""
 
     name: str
     dtype: str
@@ -76,7 +76,7 @@ class _RecordPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _LogEntry(msgspec.Struct, frozen=True):
-    """The description of an entry."""
+    """The description of one log entry: the step, the settings as JSON, and the gradients."""
 
     step: int
     settings: bytes
@@ -84,11 +84,11 @@ class _LogEntry(msgspec.Struct, frozen=True):
 
 
 class UpdateLog:
-    """The log of one rank, for writing.
+    """The update log of one rank, for writing.
 
     Args:
         directory: a directory in shared memory.
-        rank: the rank whose updates these are.
+        rank: the rank whose updates the log holds.
         entries: number of entries of the ring.
     """
 
@@ -99,7 +99,7 @@ class UpdateLog:
         self._size_bytes = 0  # of an entry
 
     def append(self, update: Update) -> int:
-        """Copy an update into the ring, in place of the oldest one. Return its size in bytes.
+        """Copy an update into the ring, in place of the oldest update. Return the size of the copy in bytes.
 
         Raises:
             StateError: shared memory has too little room.
@@ -124,12 +124,12 @@ class UpdateLog:
         return end
 
     def prove(self) -> None:
-        """Record that an update was computed again from this log, with the same bits."""
+        """Record in the file that an update was computed again from this log, with the same bits."""
         if self._map is not None:
             self._map[_PROVEN] = _YES
 
     def truncate(self, step: int) -> None:
-        """Drop the entries of ``step`` and of later steps, because the job went back before them."""
+        """Drop the entries of ``step`` and of later steps, because the job has returned to the state of ``step``."""
         form = _form_of(self._path)
         if form is None:
             return
@@ -141,7 +141,7 @@ class UpdateLog:
                     file.write(bytes(MARKER_SIZE_BYTES))
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Remove the file of the log."""
         self._map = None
         self._path.unlink(missing_ok=True)
 
@@ -161,7 +161,7 @@ class UpdateLog:
 
 
 class _RecordForm(NamedTuple):
-    """The form of a log in its file: number and size of the entries, and whether it is proven."""
+    """The form of a log file: number of entries, size of one entry in bytes, and whether the log is proven."""
 
     entries: int
     size_bytes: int
@@ -174,9 +174,9 @@ def log_path(directory: Path, rank: int) -> Path:
 
 
 def reachable(directory: Path, rank: int, states: Sequence[int]) -> tuple[int, ...]:
-    """Return the steps, ascending, whose states of ``rank`` can be computed from one of ``states``.
+    """Return the steps, ascending, whose states of ``rank`` the log can compute from states of the steps ``states``.
 
-    The markers are read, and nothing is verified.
+    Only the markers of the update log are read, and no data is verified.
     """
     path = log_path(directory, rank)
     form = _form_of(path)
@@ -198,7 +198,7 @@ def reachable(directory: Path, rank: int, states: Sequence[int]) -> tuple[int, .
 
 @contextlib.contextmanager
 def open_updates(directory: Path, rank: int, first: int, stop: int) -> Iterator[tuple[Update, ...]]:
-    """Yield the verified updates of ``rank`` of the steps from ``first`` to ``stop`` - 1.
+    """Yield the verified updates of ``rank`` for the steps from ``first`` to ``stop`` - 1.
 
     Raises:
         CheckpointInvalid: an update is missing or damaged.
@@ -239,7 +239,7 @@ def _read(path: Path, data: memoryview, form: _RecordForm, step: int) -> Update:
 
 
 def _form_of(path: Path) -> _RecordForm | None:
-    """Return the form of a log; None: there is no log."""
+    """Return the form of a log file; None: there is no valid log."""
     try:
         with path.open("rb") as file:
             head, size_bytes = file.read(_PROVEN.stop), path.stat().st_size
@@ -264,7 +264,7 @@ def _marked_step(marker: bytes) -> int | None:
 
 
 def _places(update: Update) -> tuple[_LogEntry, int]:
-    """Return the place of each gradient, without its digest, and the end of the last one."""
+    """Return an entry's description (offsets of the gradients, no digests), and the end offset of the last gradient."""
     places: list[_RecordPlace] = []
     end = ALIGNMENT
     for name, dtype, shape, data in update.gradients:

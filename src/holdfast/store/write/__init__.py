@@ -1,7 +1,7 @@
-"""Saving.
+"""Saving of checkpoints.
 
 - ``writer``: writes one rank's share of a checkpoint.
 - ``async_save``: copies the share into shared memory, so that training continues.
 - ``writer_process``: the process that writes that copy.
-- ``staging``: the messages and the memory between the two.
+- ``staging``: the messages and the shared memory between the rank and the process that writes.
 """

@@ -1,15 +1,15 @@
-"""Saves in the background: copy the share into shared memory, release the step, let another process write it.
+"""Saves in the background: a copy of the share in shared memory, which another process writes during the training.
 
 Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is reused,
 since a copy into fresh pages costs several times as much. The writer process gets its order before the copy and begins
 to write when most bytes have arrived. The written files count only when all bytes were copied. The writer runs in a
-separate process session: when this worker is killed, the writer finishes the save in progress and ends. When the writer
-is killed, a new one writes the same share from the same memory. One save is in progress at a time: when the disk is
+separate process session. When this worker is killed, the writer finishes the save in progress and ends. When the writer
+is killed, a new writer writes the same share from the same memory. One save is in progress at a time: when the disk is
 slower than the save interval, the next save is delayed (``busy``), never the training step.
 
 Invariants:
-1. The written state is that of the call: tensors are copied and values encoded before ``save`` returns.
-2. Every accepted save ends in exactly one call of ``done``, from the watching thread.
+1. A save contains the state at its call: tensors are copied and values encoded before ``save`` returns.
+2. Every accepted save ends in exactly one call of ``done``, from the thread that waits for the writer.
 3. From the moment ``save`` returns, the checkpoint does not need this process any more.
 """
 
@@ -57,10 +57,11 @@ log = logging.getLogger("holdfast")
 WRITERS_MAX = 3
 END_TIMEOUT_S = 10.0
 ARRIVED_SIZE_BYTES_MIN = 16 * 2**20
-# Earlier, copying and writing share the memory's bandwidth, and the step waits a fifth longer.
+# The copied fraction at which writing begins. With an earlier begin, copying and writing share the memory's
+# bandwidth, and the step waits a fifth longer.
 ARRIVED_FROM = 0.75
 ARRIVED_MAX = 32
-"""Limit of the messages per save. All of them must fit into the socket, even if the writer reads none."""
+"""Limit of the ``Arrived`` messages per save. All of them must fit into the socket, even if the writer reads none."""
 _ALIGNMENT = 4096
 
 Done = Callable[[SaveId, WrittenShare | HoldfastError], None]
@@ -68,17 +69,23 @@ Done = Callable[[SaveId, WrittenShare | HoldfastError], None]
 
 @runtime_checkable
 class DeviceSource(TensorSource, Protocol):
-    """A provider of bytes that copies them itself, directly from the device of its tensors (a GPU)."""
+    """A provider of the bytes of tensors that copies them directly from their device (a GPU)."""
 
     def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
-        """Begin to copy bytes ``start`` to ``stop`` of one box to ``goal``."""
+        """Begin to copy the bytes ``start`` to ``stop`` of one box to ``goal``."""
 
     def finish_copies(self) -> None:
-        """Return when all copies have ended."""
+        """Wait until all copies that :meth:`copy_to` began have ended."""
 
 
 class Staged(msgspec.Struct, frozen=True):
-    """The cost of one call of :meth:`BackgroundSaver.save`: the copy, and the wait for the previous save."""
+    """The cost of one call of :meth:`BackgroundSaver.save`.
+
+    Attributes:
+        size_bytes: number of copied bytes.
+        stall_s: duration of the copy in seconds.
+        waited_s: seconds of waiting for the previous save, before the copy.
+    """
 
     size_bytes: int
     stall_s: float
@@ -86,7 +93,7 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class WriterProcess:
-    """A running ``store/write/writer_process.py``, made by :meth:`start`."""
+    """The worker's handle of its writer process (``store/write/writer_process.py``), made by :meth:`start`."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, end_fd: int) -> None:
         self.pid = process.pid
@@ -99,12 +106,13 @@ class WriterProcess:
 
     @classmethod
     def start(cls, pool_fd: int) -> Self:
-        """Start a writer that reads the pool (the shared memory) of ``pool_fd``.
+        """Start a writer process that reads the pool (the shared memory) of the descriptor ``pool_fd``.
 
-        Do not wait for its interpreter to start.
+        The call does not wait for the interpreter of the writer to start.
 
         Raises:
-            StoreWriteError: the host has no process, memory or descriptor left for a writer. Nothing remains of it.
+            StoreWriteError: the host has no process, memory or descriptor left for a writer. Nothing of it is left
+                behind.
         """
         with contextlib.ExitStack() as undo:
             try:
@@ -124,14 +132,14 @@ class WriterProcess:
         return writer
 
     def tell(self, message: StagedSave | Arrived | Withdrawn) -> None:
-        """Send a message without blocking. :meth:`answer` shows whether the writer is alive."""
+        """Send a message to the writer without blocking. If the writer has ended, :meth:`answer` shows it."""
         try:
             self._line.send(msgspec.msgpack.encode(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def answer(self, number: int) -> SaveOutcome | None:
-        """Wait for the outcome of one order. Return None when the process ended without one."""
+        """Wait for the outcome of order ``number``. Return None if the writer ended without an outcome."""
         while True:
             ready = [fd for fd, _ in self._poller.poll()]
             data = self._receive() if self._line.fileno() in ready else b""
@@ -142,7 +150,7 @@ class WriterProcess:
                 return outcome
 
     def end(self) -> str:
-        """Close the socket, which ends an idle writer, and wait for the process. Return how it ended.
+        """Close the socket, which ends an idle writer, and wait for the process. Return how it ended, as text.
 
         A second call is harmless.
         """
@@ -191,9 +199,10 @@ class BackgroundSaver(Closes):
         """Prepare the saver.
 
         Args:
-            done: called with the result of each save (the written share, or the typed error), in the watching thread.
+            done: called with the result of each save (the written share, or the error), in the thread that waits for
+                the writer.
             threads: extents hashed and written at the same time.
-            pin: makes the staging memory fast to copy into (see ``staging.Pin``).
+            pin: makes the shared memory fast to copy into (see ``staging.Pin``).
         """
         self._done = done
         self._threads = threads
@@ -203,7 +212,7 @@ class BackgroundSaver(Closes):
         self._idle.set()
         self._thread: threading.Thread | None = None
         self._orders = 0
-        self._placed: _Placed | None = None  # of the previous save: the same until the layout changes
+        self._placed: _Placed | None = None  # of the previous save; reused until the layout changes
         self._writer: WriterProcess | None = None  # started by the first save: most restarts never need one
 
     def __enter__(self) -> Self:
@@ -222,17 +231,17 @@ class BackgroundSaver(Closes):
 
     @property
     def writer_pid(self) -> int:
-        """The process id of the writer (a new one after it was killed); 0 while there is none."""
+        """The process id of the writer; 0 while there is none. A writer that is killed is replaced by a new process."""
         writer = self._writer
         return 0 if writer is None else writer.pid
 
     @property
     def pool_size_bytes(self) -> int:
-        """Size of the memory that is kept for copies, from the first save on."""
+        """Size in bytes of the shared memory for copies, which is kept from the first save on."""
         return self._pool.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no save is in progress. Return False when the time ran out."""
+        """Wait until no save is in progress. Return False if ``timeout_s`` seconds ran out before (None: no limit)."""
         return self._idle.wait(timeout_s)
 
     def close(self) -> None:
@@ -256,7 +265,10 @@ class BackgroundSaver(Closes):
         values: Mapping[str, object],
         locals_: Mapping[int, object],
     ) -> Staged:
-        """Copy this rank's share, after the previous save has ended, and return; arguments as for ``write_share``.
+        """Copy this rank's share into shared memory for the writer process, and return when all of it is copied.
+
+        If the previous save is in progress, the call first waits for its end. The arguments are as in
+        :func:`write_share`.
 
         Raises:
             StateError: a value cannot be saved, or ``source`` gives another number of bytes than a box has. No save is
@@ -308,7 +320,7 @@ class BackgroundSaver(Closes):
         except BaseException:
             self._writer.tell(Withdrawn(order.number))
             raise
-        # A new writer that replaces this one finds everything in the pool.
+        # A new writer that replaces this one finds all bytes in the pool.
         again = msgspec.structs.replace(order, arrived_size_bytes=size_bytes)
         self._jobs.put((save_id, self._writer, again))
 
@@ -352,7 +364,7 @@ class BackgroundSaver(Closes):
 def _stage(
     memory: memoryview, parts: Iterable[tuple[WriteItem, StagedPart]], source: TensorSource, size_bytes: int
 ) -> Iterator[int]:
-    """Copy ``parts`` to their offsets in shared memory. Near the end, yield at intervals the bytes copied so far."""
+    """Copy ``parts`` to their offsets in shared memory. Near the end, yield repeatedly the number of bytes copied."""
     step = max(ARRIVED_SIZE_BYTES_MIN, size_bytes // (ARRIVED_MAX - 1))
     said = int(ARRIVED_FROM * size_bytes) - step
     device = source if isinstance(source, DeviceSource) else None
@@ -377,7 +389,7 @@ def _stage(
 
 
 class _Placed(NamedTuple):
-    """A share in the order of its files, the place of each piece in the pool, and the total size."""
+    """The pieces of a share in the order of its files, with their offsets in the pool, and the total size in bytes."""
 
     catalogue: Catalogue
     plan: SavePlan
@@ -394,9 +406,9 @@ class _Placed(NamedTuple):
 
 
 def _placed(catalogue: Catalogue, plan: SavePlan, rank: int) -> _Placed:
-    """Return the places of a share in the pool.
+    """Return the offsets of a share's pieces in the pool (the shared memory).
 
-    The pool has the order of the files, and each file begins at a page: the disk can then read from the pool.
+    The pieces are in the order of the files, and each file begins at a page. The disk can then read from the pool.
     """
     items: list[WriteItem] = []
     parts: list[StagedPart] = []

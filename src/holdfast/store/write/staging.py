@@ -1,15 +1,15 @@
 """The shared memory (pool) between a worker and its writer process, the description of a save in it, and the messages.
 
 Theory. Worker and writer share one anonymous file in memory and one socket. The file is a memfd: it has no name, no
-other process can open it, and it is gone with its last holder. All large data is in the file: the copied tensors, and
-after them the description of the save (:class:`SaveJob`). A message only names places. So a save of any size takes a
-few short, non-blocking sends. The order is sent before the tensors are copied. The writer begins with the bytes that
-have arrived while the worker still copies the others.
+other process can open it, and it vanishes when both processes have closed it. All large data is in the file: the copied
+tensors, and after them the description of the save (:class:`SaveJob`). A message contains only offsets into the file.
+So a save of any size takes a few short, non-blocking sends. The order (:class:`StagedSave`) is sent before the tensors
+are copied. The writer begins with the bytes that have arrived while the worker still copies the others.
 
 Invariants:
-1. The worker writes only to the part of the pool that it has not announced. The writer never writes to it.
-2. No field of the description is trusted: places are checked against the pool, lengths against limits.
-3. A grown pool is the same file: both sides map it again, longer.
+1. The worker writes only to the part of the pool that it has not announced. The writer never writes to the pool.
+2. No field of the description is trusted: offsets are checked against the size of the pool, lengths against limits.
+3. A pool that has grown is still the same file: worker and writer map it again, longer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MESSAGE_SIZE_BYTES_MAX = 64 * 1024
 TEXT_LENGTH_MAX = 8 * 1024
 
 Wait = Callable[[int], None]
-"""Function that returns when that many bytes of the pool have arrived."""
+"""Function that returns when the given number of bytes, from the start of the pool, have arrived."""
 
 Pin = Callable[[memoryview], Callable[[], None]]
 """Function that makes memory fast to copy into (page-locked, for a GPU). It returns the function that undoes this."""
 
 
 class StagedPart(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of a tensor and the place of its bytes in the pool."""
+    """One piece of a tensor, and the offset and size of its bytes in the pool (the shared memory)."""
 
     fqn: str
     part: Box
@@ -50,7 +50,7 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """The description of one share to write. ``catalogue``, ``values`` and ``locals_`` are JSON as in the files."""
+    """The description of one share to write. ``catalogue``, ``values`` and ``locals_`` are JSON as in a checkpoint."""
 
     root: str
     save_id: SaveId
@@ -69,7 +69,10 @@ class SaveJob(msgspec.Struct, frozen=True):
 
 
 class StagedSave(msgspec.Struct, frozen=True, tag="order"):
-    """Message to the writer: the place of a :class:`SaveJob` in the pool, and how many tensor bytes have arrived."""
+    """Message to the writer, the order to write a save: the offset and size of its :class:`SaveJob` in the pool.
+
+    ``arrived_size_bytes`` is the number of tensor bytes that are already in the pool.
+    """
 
     number: int
     start: int
@@ -79,14 +82,14 @@ class StagedSave(msgspec.Struct, frozen=True, tag="order"):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """Message to the writer: the first ``size_bytes`` bytes of save ``number`` are in the pool."""
+    """Message to the writer: the first ``size_bytes`` bytes of save ``number`` are in the pool (the shared memory)."""
 
     number: int
     size_bytes: int
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
-    """Message to the writer: the rest of save ``number`` will not come, and the worker awaits no outcome of it."""
+    """Message to the writer: the remaining bytes of save ``number`` will not arrive, and its outcome is not awaited."""
 
     number: int
 
@@ -104,7 +107,7 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(number: int, result: WrittenShare | HoldfastError) -> SaveOutcome:
-        """Return the message for ``result``."""
+        """Return the message for the result of save ``number``: the written share or the error."""
         if isinstance(result, WrittenShare):
             return SaveOutcome(number, result.sealed, result.size_bytes, result.duration_s)
         name = type(result).__name__
@@ -116,7 +119,7 @@ class SaveOutcome(msgspec.Struct, frozen=True):
         )
 
     def result(self) -> WrittenShare | HoldfastError:
-        """Return the result of a message of :meth:`of`. The names of the files are not in it."""
+        """Return the written share or the error that this message reports. The share lacks the names of the files."""
         if not self.failed:
             return WrittenShare(self.sealed, self.size_bytes, self.duration_s, ())
         kind = getattr(errors, self.failed, None)
@@ -126,7 +129,10 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
 
 class Pool(Closes):
-    """The worker's side of the shared memory, made by :meth:`open` (a context manager)."""
+    """The worker's writable view of the memory that it shares with its writer (a context manager).
+
+    :meth:`open` makes it.
+    """
 
     def __init__(self, fd: int, pin: Pin | None) -> None:
         self.fd = fd
@@ -139,7 +145,8 @@ class Pool(Closes):
         """Return an empty pool.
 
         Args:
-            pin: called with the whole memory each time it was mapped.
+            pin: function that makes memory fast to copy into. It is called with the whole pool each time the pool is
+                mapped.
         """
         return cls(os.memfd_create("holdfast-pool"), pin)
 
@@ -149,7 +156,7 @@ class Pool(Closes):
         return 0 if self._map is None else len(self._map)
 
     def memory(self, size_bytes: int) -> memoryview:
-        """Return the shared memory, grown to at least ``size_bytes``. Views that were returned before are stale.
+        """Return the shared memory, grown to at least ``size_bytes``. Growing makes views from earlier calls invalid.
 
         Raises:
             StoreWriteError: the host does not have that much memory.
@@ -158,7 +165,7 @@ class Pool(Closes):
             wanted = -(-max(size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
             self._release()
             try:
-                # Allocated here, a lack of memory is an error; during the copy it would be a SIGBUS.
+                # A lack of memory is an error here. Without this allocation it would be a SIGBUS during the copy.
                 os.posix_fallocate(self.fd, 0, wanted)
                 self._map = mmap.mmap(self.fd, wanted)
             except OSError as error:
@@ -185,17 +192,17 @@ class Pool(Closes):
 
 
 class PoolReader:
-    """The writer's side of the shared memory: read-only, mapped again when it has grown."""
+    """The writer's read-only view of the memory that it shares with the worker. It is mapped again if it has grown."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._map: mmap.mmap | None = None
 
     def job(self, order: StagedSave) -> SaveJob:
-        """Return the decoded :class:`SaveJob` that ``order`` points at.
+        """Return the decoded :class:`SaveJob` whose offset and size in the pool are in ``order``.
 
         Raises:
-            InternalError: the place is outside of the pool, or has no :class:`SaveJob`.
+            InternalError: the range is outside of the pool, or has no :class:`SaveJob`.
         """
         if self._map is None or len(self._map) != order.pool_size_bytes:
             self._map = None
@@ -211,7 +218,7 @@ class PoolReader:
         return job
 
     def source(self, job: SaveJob, wait: Wait) -> StagedSource:
-        """Return the tensors of ``job``."""
+        """Return the source of the tensor bytes of ``job``. It calls ``wait`` for bytes that may not have arrived."""
         assert self._map is not None
         return StagedSource(memoryview(self._map), {(p.fqn, p.part): p for p in job.parts}, wait)
 
@@ -223,7 +230,7 @@ class PoolReader:
 
 
 class StagedSource:
-    """The staged pieces as a ``TensorSource``. A read waits for bytes that have not arrived."""
+    """The pieces of tensors in the pool, as a ``TensorSource``. A read waits for bytes that have not arrived."""
 
     def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart], wait: Wait) -> None:
         self._pool = pool
@@ -231,12 +238,12 @@ class StagedSource:
         self._wait = wait
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of one staged piece."""
+        """Return the bytes of one piece in the pool."""
         part = self._parts[fqn, box]
         return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
-        """Return the bytes of several staged pieces that follow each other in the pool; None: they do not."""
+        """Return the bytes of several pieces as one range of the pool; None if they do not follow each other there."""
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None
@@ -245,7 +252,7 @@ class StagedSource:
 
 
 class StagedRun:
-    """A range of the pool, as a :class:`~holdfast.store.write.writer.ByteRun`."""
+    """A byte range of the pool, as a :class:`~holdfast.store.write.writer.ByteRun`."""
 
     def __init__(self, pool: memoryview, start: int, size_bytes: int, wait: Wait) -> None:
         self.size_bytes = size_bytes
@@ -254,6 +261,6 @@ class StagedRun:
         self._wait = wait
 
     def piece(self, start: int, stop: int) -> memoryview:
-        """Return the bytes ``start`` to ``stop``, after they have arrived."""
+        """Return the bytes ``start`` to ``stop`` of this range, after they have arrived in the pool."""
         self._wait(self._start + stop)
         return self._pool[self._start + start : self._start + stop]

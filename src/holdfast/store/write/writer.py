@@ -2,16 +2,16 @@
 
 Theory. The plan names the pieces of boxes that this rank writes. Tensors come first, then the manifest that lists them:
 a rank's share exists when its manifest does. A rank that finds all manifests proves the checkpoint valid from its files
-and writes the seal (the file ``SEALED``). Several ranks may write it at once, because the seal is a pure function of
+and writes the seal (the file ``SEALED``). Several ranks may write the seal at once, because it is a pure function of
 the files.
 
 Invariants:
-1. Order on disk: the contents of all files of the share are durable, then they appear (catalogue, shards, manifest,
-   copies), then their names are durable. Only then the seal appears or the share is reported. A loss of power in
-   between may leave a manifest without a shard: such an attempt is not valid.
-2. Files that a manifest lists are never replaced by other content: a finished share is compared. Its files are also
-   read, and damaged files are written once more.
-3. At most one box of a tensor per file (torch DCP's reader needs that); the k-th box goes to the k-th file.
+1. The order on disk: first the contents of all files of the share are durable. Then the files appear (catalogue,
+   shards, manifest, copies). Then their names are durable. Only then the seal appears or the share is reported. A loss
+   of power in between may leave a manifest without a shard. Such an attempt is not valid.
+2. Files that a manifest lists are never replaced by other content. A second call compares the finished share with its
+   files, and writes damaged files once more.
+3. A file has at most one box of a tensor, because torch DCP's reader needs that. The k-th box goes to the k-th file.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ BLOCK_SIZE_BYTES_MAX = 128 * 1024 * 1024
 EXTENT_SIZE_BYTES = 512 * 1024
 EXTENT_SIZE_BYTES_MAX = 8 * 1024 * 1024
 EXTENTS_OF_SHARE = 2048
-"""Limit of the extents of a share, before extents grow.
+"""Limit of the extents of a share, before larger extents are used.
 
-Small extents save reads for a load into another layout. Larger ones keep the manifest of a large share small.
+With small extents a load into another layout reads less. With large ones the manifest of a large share stays small.
 """
 
 _Span: TypeAlias = tuple[int, int]
-"""First byte of an extent in its file, and the byte after its last."""
+"""File offset of the first byte of an extent, and of the byte after its last."""
 
 
 class TensorSource(Protocol):
@@ -61,27 +61,27 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class ContiguousSource(TensorSource, Protocol):
-    """A provider that can give several boxes as one piece, where they follow each other in memory as in the file."""
+    """A provider that can give several boxes as one range, if they follow each other in memory as in the file."""
 
     def run(self, items: Sequence[WriteItem]) -> ByteRun | None:
-        """Return the bytes of all items as one piece; None if memory does not hold the items in their order."""
+        """Return the bytes of all items as one range; None if memory does not hold the items in their order."""
 
 
 class ByteRun(Protocol):
-    """Bytes in the order of a file. The last bytes may not have arrived yet."""
+    """A range of bytes in memory, in the order of a file. Its last bytes may not have arrived yet."""
 
     @property
     def size_bytes(self) -> int:
-        """Total size of the bytes."""
+        """Total size of the range in bytes."""
 
     def piece(self, start: int, stop: int) -> memoryview:
-        """Return the bytes ``start`` to ``stop``, as soon as they have arrived."""
+        """Return the bytes ``start`` to ``stop`` of the range, as soon as they have arrived."""
 
 
 class WrittenShare(msgspec.Struct, frozen=True):
     """The result of writing one share.
 
-    ``sealed``: this rank found all shares, and the checkpoint is proved complete.
+    ``sealed``: this rank found the shares of all ranks, and has sealed the checkpoint.
     """
 
     sealed: bool
@@ -109,7 +109,7 @@ def write_share(
     A second call for the same save is harmless: a finished share is compared and kept.
 
     Args:
-        root: the place of the checkpoints.
+        root: the path or URL that holds the checkpoints.
         save_id: identity of the save.
         catalogue: all tensors and their holders.
         plan: the plan of the save.
@@ -118,8 +118,8 @@ def write_share(
         values: plain values common to all ranks (see ``json_values.py``).
         locals_: plain values of single ranks: of this rank, and of dead ranks that it writes for.
         threads: number of extents that are hashed and written at the same time.
-        direct: write past the page cache. That is less work for a busy host, but a read soon after comes from the
-            disk. It has no effect with several threads, or if the file system cannot do it.
+        direct: write past the page cache. That is less work for a busy host, but a later read comes from the disk. It
+            has no effect with several threads, or on a file system without O_DIRECT.
         progress: called with the size in bytes of each piece that was written.
 
     Returns:
@@ -127,7 +127,7 @@ def write_share(
 
     Raises:
         StateError: a value cannot be saved (nothing was written), or the plan does not cover everything.
-        StoreWriteError: disk full, read-only, ...; no manifest appears, so nothing half-written is ever valid.
+        StoreWriteError: a file cannot be written. No manifest appears, so an incomplete share is never valid.
     """
     started_s = time.perf_counter()
     if not plan.complete:
@@ -155,7 +155,7 @@ def _put_share(
     common: msgspec.Raw,
     own: dict[str, msgspec.Raw],
 ) -> tuple[int, tuple[str, ...]]:
-    """Write catalogue, shards and manifest, with copies, or compare them with those that exist.
+    """Write the catalogue, shards and manifest of a share, with copies, or compare them with existing files.
 
     Returns: size in bytes, and names of the share's files.
     """
@@ -180,7 +180,7 @@ def _put_share(
 
 
 def _make_durable(directory: Attempt, plan: SavePlan, rank: int) -> bool:
-    """Publish the files of the share durably. Return True when it was the last share and the checkpoint is sealed."""
+    """Publish the files of the share durably. Return True if all shares exist and the checkpoint is sealed."""
     directory.publish()
     there = set(directory.names())  # these are durable after the next line
     directory.sync()
@@ -189,12 +189,12 @@ def _make_durable(directory: Attempt, plan: SavePlan, rank: int) -> bool:
 
 
 def _seal(directory: Attempt, owner: str) -> bool:
-    """Publish the seal when the manifests prove full coverage.
+    """Publish the seal, if the manifests prove that the checkpoint covers all tensors.
 
-    Its name need not be durable, because the seal contains nothing new.
+    The name of the seal need not be durable, because the seal contains nothing new.
 
     Raises:
-        StoreWriteError: the seal could not be written.
+        StoreWriteError: the checkpoint is not valid, or the seal could not be written.
     """
     try:
         index = read_index(directory)
@@ -212,7 +212,7 @@ def _seal(directory: Attempt, owner: str) -> bool:
 
 
 class _Share:
-    """The shard files of one rank, to be written or only measured."""
+    """The shard files of one rank, to be written or only hashed."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class _Share:
         self.progress = progress
 
     def write(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
-        """Write one file per group. Return the entries of the manifest for them."""
+        """Write one file per group of pieces. Return the manifest's entries for the files and the boxes."""
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
@@ -252,7 +252,7 @@ class _Share:
         return files, records
 
     def measure(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
-        """Return the same as :meth:`write`, without writing."""
+        """Return the same entries as :meth:`write`, from a hash of the bytes in memory, without writing."""
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
@@ -268,7 +268,7 @@ class _Share:
         files: list[FileEntry],
         records: list[BoxRecord],
     ) -> None:
-        """Hash every extent of one file after its header and pass it to ``put``."""
+        """Hash every extent of one file and pass it to ``put``. Add the entries of the manifest for this file."""
         tensors = self.catalogue.by_fqn
         head, header = head_of_file
         spans = [_extents(place, self.extent_size_bytes) for place in header.tensors]
@@ -296,7 +296,7 @@ class _Share:
     def _piecewise(
         self, items: Sequence[WriteItem], header: Header, spans: Sequence[Sequence[_Span]], put: Put
     ) -> list[str]:
-        """Hash and write extent by extent, as many at a time as there are threads."""
+        """Hash and write extent by extent, as many at a time as there are threads. Return the digests in order."""
         extents: list[tuple[int, memoryview]] = []
         for item, place, cuts in zip(items, header.tensors, spans, strict=True):
             data = part_bytes(item, self.source, DTYPE_SIZE_BYTES[place.dtype])
@@ -314,10 +314,10 @@ class _Share:
             return list(pool.map(move, extents))
 
     def _beside(self, spans: Sequence[_Span], first: int, run: ByteRun, put: Put) -> list[str]:
-        """Write all data of a file in growing blocks. Hash them in another thread, after the disk has them.
+        """Write all data of a file in growing blocks, and hash it in another thread. Return the digests in order.
 
-        One large write keeps the disk busy. After many small ones the writer waits for a processor each time. The last
-        block is hashed while it is written.
+        One large write keeps the disk busy. After each of many small writes the writer would wait for a processor. A
+        block is hashed after it was written, the last one while it is written.
         """
 
         def digest(span: _Span) -> str:
@@ -344,7 +344,7 @@ class _Share:
 
 
 def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> memoryview:
-    """Return the bytes of the piece that ``item`` names, from the box that holds it.
+    """Return the bytes of the part that ``item`` names, from its box. ``item_size_bytes`` is the size of one element.
 
     Raises:
         StateError: ``source`` gives another number of bytes than the box has.
@@ -362,7 +362,10 @@ def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> m
 
 
 def files_of(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[WriteItem]]:
-    """Divide items among files (invariant 3). Wide elements come first inside a file, so that all stay aligned."""
+    """Divide the pieces of a share among files, so that a file has at most one piece of a tensor.
+
+    In a file, tensors with large elements come first, so that all elements are aligned.
+    """
     groups: list[list[WriteItem]] = []
     seen: dict[str, int] = {}
     for item in items:
@@ -377,7 +380,7 @@ def files_of(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[Writ
 
 
 def _extent_size_bytes(groups: Sequence[Sequence[WriteItem]], catalogue: Catalogue) -> int:
-    """Return the size of an extent: small, unless the share would have too many of them."""
+    """Return the size of an extent in bytes: small, unless the share would have too many extents."""
     share = sum(i.part.numel * DTYPE_SIZE_BYTES[catalogue.by_fqn[i.fqn].dtype] for g in groups for i in g)
     size_bytes = EXTENT_SIZE_BYTES
     while size_bytes < EXTENT_SIZE_BYTES_MAX and share > EXTENTS_OF_SHARE * size_bytes:
@@ -408,7 +411,7 @@ def _encode_all(
 
 
 def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: str) -> None:
-    """Write the catalogue unless it exists. Raise an error if the existing catalogue differs."""
+    """Write the catalogue file ``name`` unless it exists. Raise an error if the existing file differs."""
     data = form.wrap(catalogue.to_json())
     made = directory.create(name, data, f"r{rank:05d}", later=True)
     if not made and _read(directory, name) != data:
@@ -419,7 +422,7 @@ def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: st
 
 
 def _put_manifest(directory: Attempt, data: bytes, rank: int, name: str) -> None:
-    """Write a manifest unless it exists. Raise an error if the existing one differs: it belongs to another save."""
+    """Write the manifest file ``name`` unless it exists. Raise an error if an existing file is of another save."""
     made = directory.create(name, data, f"r{rank:05d}", later=True)
     if not made and _read(directory, name) != data:
         raise StoreWriteError(

@@ -1,11 +1,11 @@
 """The writer process of one worker: it writes the staged data of the worker, and survives the worker.
 
 ``python -m holdfast.store.write.writer_process SOCKET_FD POOL_FD WORKER_PID`` is started by
-``store/write/async_save.py`` in a separate process session. It executes one order after the other. When the worker
-has ended (its socket is closed, or its process is gone), the writer does the order that is still in the socket, if any,
-and ends. It begins an order while the worker still copies the tensors. When the worker ends before it has copied all of
-them, the order is dropped, and no manifest names the written data. The writer ignores the signals that end a job
-politely: the worker handles them, and a writer that obeyed would drop a save that is nearly done.
+``store/write/async_save.py`` in a separate process session. It executes one *order* (the message to write one save)
+after the other. When the worker has ended (its socket is closed, or its process is gone), the writer executes an order
+that is still in the socket, and then ends. It begins an order while the worker still copies the tensors. If the worker
+ends before it has copied all of them, the order is dropped, and no manifest names the written data. The writer ignores
+SIGINT, SIGTERM and SIGHUP: the worker handles them, and a writer that obeyed would drop a save that is nearly done.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from holdfast.store.write.writer import WrittenShare, write_share
 
 
 class Dropped(Exception):
-    """Raised when the remaining bytes of an order will not arrive."""
+    """The error that the remaining bytes of an order (a save to write) will not arrive."""
 
 
 class WorkerLine:
-    """The writer's connection to its worker. It gives all messages of the worker, also after the worker has ended."""
+    """The writer's connection to its worker. It returns all messages of the worker, also after the worker has ended."""
 
     def __init__(self, line: socket.socket, worker_pid: int) -> None:
         self._line = line
@@ -52,7 +52,7 @@ class WorkerLine:
             self._poller.register(self._worker, select.POLLIN)
 
     def receive(self) -> StagedSave | Arrived | Withdrawn | None:
-        """Return the next message; None: there will be none."""
+        """Wait for the next message of the worker, and return it; None: there will be none."""
         # Messages that the worker sent before it died are still in the socket, so the socket comes first.
         ready = [fd for fd, _ in self._poller.poll(0 if self._worker is None else None)]
         if self._line.fileno() not in ready or not (data := self._line.recv(MESSAGE_SIZE_BYTES_MAX)):
@@ -60,7 +60,7 @@ class WorkerLine:
         return msgspec.msgpack.decode(data, type=StagedSave | Arrived | Withdrawn)
 
     def tell(self, outcome: SaveOutcome) -> None:
-        """Send the outcome to the worker.
+        """Send the outcome of an order to the worker.
 
         Raises:
             BrokenPipeError, ConnectionResetError: the worker has ended.
@@ -77,7 +77,7 @@ class Arrivals:
         self._size_bytes = order.arrived_size_bytes
 
     def wait(self, size_bytes: int) -> None:
-        """Return when ``size_bytes`` bytes have arrived. Only one thread at a time may have to wait.
+        """Wait until the first ``size_bytes`` bytes of the pool have arrived. Only one thread at a time may wait.
 
         Raises:
             Dropped: the remaining bytes will not arrive.
@@ -90,10 +90,10 @@ class Arrivals:
 
 
 def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> WrittenShare:
-    """Write the share of a save that ``job`` describes.
+    """Write the share of a save that ``job`` describes. ``wait`` waits for bytes of the pool (the shared memory).
 
     Raises:
-        StateError, StoreWriteError: as :func:`write_share`.
+        StateError, StoreWriteError: the share cannot be written (see :func:`write_share`).
         CheckpointInvalid: the values of ``job`` are not valid.
     """
     plan = SavePlan(job.sources, job.copies, {job.rank: job.items()}, (), ())
@@ -112,7 +112,7 @@ def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> WrittenShare:
 
 
 def obey(order: StagedSave, pool: PoolReader, wait: Wait) -> SaveOutcome:
-    """Execute one order and return its outcome.
+    """Execute one order (a save to write) and return its outcome. ``wait`` waits for bytes of the pool.
 
     Raises:
         Dropped: the remaining bytes of the order will not arrive.
@@ -130,29 +130,32 @@ def obey(order: StagedSave, pool: PoolReader, wait: Wait) -> SaveOutcome:
 
 
 def serve(line: WorkerLine, pool: PoolReader) -> None:
-    """Execute orders until the worker has ended and none is left."""
+    """Execute the orders of a worker until the worker has ended and no order is left."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while (message := line.receive()) is not None:
-            # After an order that failed early, messages about its rest may still come.
+            # After an order that failed early, messages about its remaining bytes may still come.
             if isinstance(message, StagedSave):
                 with contextlib.suppress(Dropped):
                     line.tell(obey(message, pool, Arrivals(line, message).wait))
 
 
 def watch(worker_pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the worker ends; None when it has ended."""
+    """Return a descriptor that becomes readable when the worker ends; None if the worker has already ended."""
     try:
         fd = os.pidfd_open(worker_pid)
     except ProcessLookupError:
         return None
-    if os.getppid() != worker_pid:  # it ended, and its number may belong to another process by now
+    if os.getppid() != worker_pid:  # the worker ended, and its id may belong to another process by now
         os.close(fd)
         return None
     return fd
 
 
 def main(argv: list[str]) -> int:
-    """Run one writer. Return the exit code."""
+    """Run one writer process. Return its exit code.
+
+    ``argv`` are the descriptors of the socket and of the pool, and the process id of the worker.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line_fd, pool_fd, worker_pid = (int(argument) for argument in argv)
