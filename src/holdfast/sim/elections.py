@@ -192,7 +192,7 @@ class ElectionSearch:
             if campaigns and not node.machine.lead:
                 found += self._feed(state, index, [Tick(name="campaign"), *self._encouraged(index, node)])
             if node.machine.role == "candidate" and campaigns and not self.announced:
-                found += self._feed(state, index, [Tick(name="campaign")])  # a vote of this term may come late
+                found += self._feed(state, index, [Tick(name="campaign")])  # votes of this term may be late
             if self.announced and node.machine.role == "leader" and node.machine.lead is None:
                 found += self._feed(state, index, [ControllerUp(term=node.kept.term, host="", port=1)])
             if node.machine.lead is not None and (campaigns or not self.changes):

@@ -1,4 +1,4 @@
-"""``holdfast compat``: packages of other tools, replaced by Holdfast, for all scripts of this Python."""
+"""The command ``holdfast compat``, which installs packages with the names of other tools that use Holdfast instead."""
 
 from __future__ import annotations
 
