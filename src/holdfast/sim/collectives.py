@@ -61,7 +61,7 @@ class Round:
         self.wrong = False  # a flipped bit in one rank's gradients has changed the sum on all ranks
 
     def enter(self, member_id: MemberId, ballot: Ballot) -> bool:
-        """Add the ballot of a member. Return True if now all ballots are there."""
+        """Add the ballot of a member. Return True if the vote now has the ballots of all ranks."""
         self.ballots[member_id] = ballot
         self.waiting.add(member_id)
         if len(self.ballots) < self.world_size:
@@ -72,7 +72,7 @@ class Round:
 
 
 class SimGroup:
-    """The collectives of one generation: its votes by number."""
+    """The simulated collectives of one generation: its votes, by number."""
 
     def __init__(self, generation: Generation, world_size: int) -> None:
         self.generation = generation
@@ -87,7 +87,7 @@ class SimGroup:
 
 
 class Collectives:
-    """The collectives of all generations."""
+    """The simulated collectives of all generations of a job."""
 
     def __init__(self, scene: CollectivesScene) -> None:
         self.scene = scene

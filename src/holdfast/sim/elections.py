@@ -10,8 +10,8 @@ and skips states that it has already visited.
    it is possible at any time.
 4. With a witness, an agent may lose all connections at any time, and a leader may receive any list of connected nodes.
    Messages of older terms are then lost, to bound the search.
-5. All messages to a host are lost when the host is installed again. Afterwards the host receives the electorate from
-   no deposed leader. That is a limit of the elections (docs/design/0038-simulated-hosts.md).
+5. All messages to a host are lost when the host is installed again. In this search no deposed leader sends its
+   electorate to such a host, because the elections do not withstand that (docs/design/0038-simulated-hosts.md).
 """
 
 from __future__ import annotations

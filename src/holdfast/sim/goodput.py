@@ -78,7 +78,7 @@ def default_causes(mean_hours: float, step_s: float, stop_s: float) -> tuple[Cau
 
 
 def forecast(ranks: int, causes: Sequence[Cause]) -> Forecast:
-    """Compute the expected goodput of a job of ``ranks`` ranks. A replacement for a lost rank is always available."""
+    """Compute the expected goodput of a job of ``ranks`` ranks, if replacements are always available."""
     rates = {cause.name: ranks / (cause.rank_hours * 3600.0) for cause in causes}
     total = sum(rates.values())
 

@@ -1,4 +1,4 @@
-"""Injection of faults into a simulated run, each at its time and in the state of the rank that it names."""
+"""Injection of faults into a simulated run: at a given time, or when a rank enters a given state."""
 
 from __future__ import annotations
 

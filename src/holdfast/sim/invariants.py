@@ -70,10 +70,7 @@ class Checks:
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """Check, after a rank changed its state, that no rank updates a step that another rank has discarded.
 
-        Args:
-            worker: the process of the rank.
-            old: the state of the rank in the step protocol before the change.
-            new: the state of the rank now.
+        ``old`` and ``new`` are states of the step protocol.
         """
         machine = worker.machine
         where = (machine.generation, machine.step)
@@ -118,15 +115,9 @@ class Checks:
             raise Violation("given_was_compared", f"rank {source.rank} gives what a flipped bit has done")
 
     def loaded(self, rank: int, step: int, applied: int | None) -> None:
-        """Check a state that a rank loads from memory.
+        """Check that a state of ``step``, which a rank loads from memory, contains exactly ``step`` updates.
 
-        Args:
-            rank: the rank.
-            step: the step that the kept state claims to be of.
-            applied: number of updates that its parameters contain; None: they belong to no step.
-
-        Raises:
-            Violation: ``applied`` is not ``step``.
+        ``applied`` is the number of updates in its parameters; None: they belong to no step.
         """
         if applied != step:
             text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"
@@ -215,13 +206,10 @@ class Checks:
         return [w.told() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))]
 
     def stood(self, rank: int) -> None:
-        """Refuse that a stopped rank continues only because its time limit has passed.
+        """Raise ``Violation``, because a stopped rank has continued only when its time limit passed.
 
         The controller stops ranks to move some of them to another node. A fence or an order of the controller must end
         such a stop.
-
-        Raises:
-            Violation: always.
         """
         raise Violation("no_rank_waits_for_nothing", f"rank {rank} has waited until its time limit")
 
@@ -268,11 +256,7 @@ class Checks:
             self._forgotten(str(action))
 
     def _forgotten(self, action: str) -> None:
-        """Check, when the job returns to a checkpoint or to the start, that the memory tier has no newer state.
-
-        Args:
-            action: the name of the rung, for the text of the violation.
-        """
+        """Check, when the job returns to a checkpoint or to the start, that the memory tier has no newer state."""
         seated = [worker for _, worker in sorted(self.scene.seated.items())]
         kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
         newest = max(set.intersection(*kept), default=-1) if kept else -1

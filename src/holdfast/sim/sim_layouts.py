@@ -95,7 +95,7 @@ class SimLayouts:
         self._own = b"%d" % self._world.whims.randrange(CONTENTS)
 
     def inherit(self, order: Receive) -> None:
-        """Take over the layouts of all ranks from the order to a newcomer to receive its state.
+        """Take over the layouts of all ranks from ``order``, which makes a newcomer receive its state.
 
         The newcomer publishes its layout if the agreement requires that.
         """
@@ -128,7 +128,7 @@ class SimLayouts:
             go_on: called at the end of the stop, if no fence has ended it.
 
         Returns:
-            False if the vote ordered no stop, or if that stop is already over.
+            True if the rank has stopped; False if the vote ordered no stop, or if that stop is already over.
         """
         here, self._stops_in, self._go_on = self._stops_in, NO_GENERATION, None
         owner = self._owner
@@ -171,7 +171,7 @@ class SimLayouts:
             self.have, self._layouts = version, layouts
 
     def plan(self, save_id: SaveId) -> None:
-        """Check that this rank may plan a save by the newest layouts that it has."""
+        """Check that this rank may plan a save by the newest layouts that it has received."""
         has_own = self._layouts.ranks.get(str(self._owner.rank), (b"", 0))[0] == self._own
         self._world.plans(save_id, self.have, has_own)
 
@@ -181,29 +181,21 @@ class SimLayouts:
         return range(self._owner.rank % shards, self._world.world_size, shards)
 
     def digest(self, differs: bool) -> int:
-        """Return the digest of this rank's copy of its box, times a factor of the rank.
+        """Return the digest of this rank's copy of its box (with a flipped bit if ``differs``), times a factor.
 
-        The factors make the sum over all ranks with equal copies zero.
-
-        Args:
-            differs: True if a flipped bit has changed this copy.
+        The factors of the ranks make the sum over equal copies zero.
         """
         sharers = self._sharers()
         return self._content(differs) * (1 - len(sharers) if self._owner.rank == sharers[0] else 1)
 
     def copy(self, differs: bool) -> CopyDigest:
-        """Return the digest of this rank's copy of its box, as the rank reports it to the controller.
-
-        Args:
-            differs: True if a flipped bit has changed this copy.
-        """
+        """Return this rank's report on its copy of its box (with a flipped bit if ``differs``) to the controller."""
         return CopyDigest(_text(self._sharers()), "w", self._content(differs))
 
     def tell_difference(self, differs: bool) -> None:
         """Report the digest of this rank's copy of its box, after a vote has found that copies differ.
 
-        Args:
-            differs: True if a flipped bit has changed this copy.
+        ``differs`` is True if this copy has a flipped bit.
         """
         owner = self._owner
         owner.send(

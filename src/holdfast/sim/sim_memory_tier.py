@@ -53,10 +53,7 @@ class Memory:
     def commit(self, rank: int, step: int, applied: int | None) -> None:
         """Record that a rank's copy of its state of ``step`` is complete.
 
-        Args:
-            rank: the rank.
-            step: the step of the copy.
-            applied: number of updates that the copied parameters really contain; None: they belong to no step.
+        ``applied`` is the number of updates that the copy really contains; None: its parameters belong to no step.
         """
         self._slots[rank] = [
             *(s for s in self._slots.get(rank, []) if s.step != step),
@@ -115,8 +112,7 @@ class Memory:
     def sound(self, rank: int, order: Receive) -> bool:
         """Return True if a newcomer can build its state from memory as ``order`` asks.
 
-        True also if ``order`` asks for nothing from memory. If the kept states or the log are damaged or missing, the
-        useless data are dropped.
+        Return True also if ``order`` asks for nothing from memory. Drop a damaged state, and a log without use.
         """
         if not order.replays:
             return not order.kept or self.verify(rank, order.step)
@@ -145,11 +141,8 @@ class Memory:
     def opened(self, rank: int, step: int, *, replayed: bool) -> None:
         """Prepare the slots of a rank whose session opens at ``step``.
 
-        Args:
-            rank: the rank.
-            step: the step.
-            replayed: True if the session was restored from an earlier kept state and logged updates. They stay in
-                memory. Otherwise only a kept state of ``step`` stays.
+        If ``replayed``, the session was restored from an earlier kept state and logged updates, which stay in memory.
+        Otherwise only a kept state of ``step`` stays.
         """
         if replayed:
             self._updates[rank] = {s: a for s, a in self._updates[rank].items() if s < step}

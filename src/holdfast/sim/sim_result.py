@@ -11,17 +11,13 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one simulated run.
 
     Attributes:
-        code: exit code of the job.
-        reason: why the run ended.
         step: the step at which the run ended; -1: the event log does not name it.
         digest: digest of all events, equal for equal runs.
-        events: number of simulated events.
         time_s: virtual seconds of the run.
         forward: number of decisions after which ranks in doubt apply the update.
         back: number of decisions after which ranks in doubt discard the update.
         recovered: number of recoveries.
         spares_called: number of spares that became workers.
-        records: all event-log records of the run.
         coverage: number of faults by (kind, phase of the job).
     """
 

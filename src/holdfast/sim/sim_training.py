@@ -122,10 +122,9 @@ class SimTraining(ABC):
         self.world.later_on(self.node_id, delay_s, f"{label}:{self.rank}", run)
 
     def advanced(self, event: ScriptEvent | None = None) -> None:
-        """Report to the state machine of a fenced worker that its step or its script has advanced.
+        """Report to the state machine of a fenced worker that its script or its step has advanced.
 
-        Args:
-            event: the event of the script; None if only the step has advanced.
+        ``event`` is the event of the script; None: only the step has advanced.
         """
         if self.machine.fenced is not None:
             self.report(ADVANCED if event is None else Advanced(event))
@@ -137,11 +136,7 @@ class SimTraining(ABC):
         self.advanced(events[-1])
 
     def fault_seen(self, what: str) -> None:
-        """Report to the agent that a collective broke. A fenced rank reports nothing.
-
-        Args:
-            what: description of the fault.
-        """
+        """Report to the agent that a collective broke (``what``). A fenced rank reports nothing."""
         here = self.machine
         if here.fenced is None:
             self.send(
@@ -384,11 +379,7 @@ class SimTraining(ABC):
     ) -> None:
         """Copy this rank's share of a save now, and write the copy later. After the write, call ``then``.
 
-        Args:
-            save_id: id of the save.
-            sources: all ranks that take part in the save.
-            label: name of the write in the log of simulated events.
-            then: called after the write.
+        ``sources`` are all ranks that take part in the save.
         """
         shards = self.world.store.share_of(self.rank, sources)
         share = SimShare(self.rank, shards, self.applied, self.flipped or self.wrong)

@@ -1,4 +1,4 @@
-"""Simulated spares: processes that wait until the agent orders one to become a worker ("calls" it)."""
+"""Simulated spares: processes that wait until their agent calls them, which means that they become workers."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         runs: number of seeds.
-        events: number of simulated events of all runs.
         virtual_s: sum of the virtual seconds of all runs.
-        recoveries: number of recoveries.
         in_doubt_forward: number of decisions after which ranks in doubt apply the update.
         in_doubt_back: number of decisions after which ranks in doubt discard the update.
         searched_states: number of states that the exhaustive search of one step has visited.

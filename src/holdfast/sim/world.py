@@ -68,9 +68,7 @@ class World:
     """One simulated run: its clock, processes, checkpoint store, faults and checks.
 
     Args:
-        ranks: world size. Up to 8 ranks run on one node, up to ``FEW_RANKS`` on two, more ranks on one node per 8.
-        seed: seed of all random numbers.
-        faults: the faults of processes that strike in the run.
+        ranks: world size. Up to 8 ranks run on one node, up to ``FEW_RANKS`` on two nodes, more on nodes of 8 ranks.
         until: number of steps of the run.
         shards: number of distinct boxes; rank r holds box ``r % shards``.
         memory: number of steps between two states that each rank keeps in memory; 0: no rank keeps any.
@@ -532,11 +530,7 @@ class World:
             self.collectives.forget_wrong()  # an update of these ranks with changed gradients may be in progress
 
     def stood(self, rank: int) -> None:
-        """Refuse that a rank, stopped for a move of ranks between nodes, continues only because of its time limit.
-
-        Raises:
-            Violation: always.
-        """
+        """Raise ``Violation``, because a stopped rank has continued only when its time limit passed."""
         self.checks.stood(rank)
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
@@ -544,12 +538,9 @@ class World:
         self.checks.catalogued(version, layouts)
 
     def plans(self, save_id: SaveId, version: LayoutVersion, has_own: bool) -> None:
-        """Check the invariants when a rank plans its share of a save.
+        """Check the invariants when a rank plans its share of a save by the layouts of ``version``.
 
-        Args:
-            save_id: id of the save.
-            version: version of the layouts that the rank uses.
-            has_own: True if these layouts contain the present layout of the rank.
+        ``has_own`` is True if these layouts contain the present layout of the rank.
         """
         self.checks.plans(save_id, version, has_own)
 
@@ -563,10 +554,7 @@ class World:
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
         """End a worker process, break the collectives of its generation, and report the exit to its agent.
 
-        Args:
-            worker: the process.
-            code: exit code; None if a signal killed the process.
-            killed_by: number of that signal; None if the process exited.
+        ``code`` is the exit code of the process, or ``killed_by`` the signal that killed it; the other is None.
         """
         if not worker.alive:
             return

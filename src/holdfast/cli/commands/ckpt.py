@@ -361,11 +361,7 @@ def prune(
 
 
 def _mapped(texts: Iterable[str]) -> dict[str, str]:
-    """Parse texts ``KEY=PART`` of ``--map``. Return the part of the state (model, optimizer, ...) for each key.
-
-    Raises:
-        UsageError: a text has another form, or a key is given twice.
-    """
+    """Parse texts ``KEY=PART``, and return the part of the state (such as ``model``) by key. Raises: UsageError."""
     found: dict[str, str] = {}
     for text in texts:
         key, equals, part = text.partition("=")
@@ -421,7 +417,10 @@ def _checkpoint(text: str) -> Iterator[Place]:
 
 
 def _to_repair(text: str) -> list[Place]:
-    """Return the checkpoints to repair. For a root they are the repairable ones, newest first, and the newest valid."""
+    """Return the checkpoints that a repair may try, newest first.
+
+    For a root they are the newest valid checkpoint and the newer ones that may be repairable.
+    """
     choice = choose(text)
     if not isinstance(choice, Choice):
         return [choice]

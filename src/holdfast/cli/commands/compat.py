@@ -1,4 +1,4 @@
-"""The command ``holdfast compat``, which installs packages with the names of other tools that use Holdfast instead."""
+"""The command ``holdfast compat``, which installs packages ``mindio_ttp`` and ``taskd`` that are built on Holdfast."""
 
 from __future__ import annotations
 

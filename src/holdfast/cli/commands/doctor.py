@@ -254,7 +254,7 @@ def _checkpoints(place: Place) -> DoctorFinding:
 
 
 def _directory(path: Path) -> DoctorFinding:
-    """Test whether a directory is writable, and how fast a file of it is written and synced.
+    """Test whether a directory is writable, and how fast a file in it is written and synced.
 
     A missing directory is not created: its first existing parent is tested.
     """

@@ -50,7 +50,7 @@ def drain(node: str, run: str | None, run_dir: str, by: str | None, cancel: bool
 
 
 def _known(node: str, view: RunView) -> NodeId:
-    """Return the name of the node that the user means by ``node``, a name or a number.
+    """Return the name of the node that ``node``, a name or a number, means.
 
     Raises:
         UsageError: the run has no such node, or only this node.

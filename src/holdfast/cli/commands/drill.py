@@ -121,7 +121,7 @@ def drill(
 
 @contextmanager
 def _interruptible(screen: Screen) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a drill like Ctrl-C. Without this the job would continue in its own process session.
+    """Let SIGTERM and SIGHUP end a drill like Ctrl-C. Otherwise the job would continue in its own process session.
 
     All signals after the first one are ignored, so that they do not interrupt the end of the job.
     """

@@ -5,8 +5,7 @@ Rules:
    ``--days`` and ``--keep`` allow it.
 2. Checkpoints, and files that Holdfast did not make, are removed only if the user names their run for this.
 3. A directory that another user could have made is not touched.
-4. ``run.json`` is removed last. A partly removed directory is therefore still a run, and the next ``gc`` removes the
-   rest.
+4. ``run.json`` is removed last. A partly removed directory is therefore still a run for the next ``holdfast gc``.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def _ended_s(one: Listed) -> float:
 
 
 def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
-    """Return why a run must stay, without a look at its checkpoints and files; empty: there is no such reason."""
+    """Return why a run must stay whatever its content is; empty: there is no such reason."""
     if why := doubt(path):
         return why
     run = RunDir(path)

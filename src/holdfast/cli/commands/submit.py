@@ -96,12 +96,7 @@ def slurm(
 
 
 def _batch(ctx: click.Context, script: str, args: tuple[str, ...], values: dict[str, Any]) -> Batch:
-    """Check the command line of ``holdfast submit slurm``, and return the content of the batch script.
-
-    Raises:
-        UsageError: an option has a wrong value, or is given twice.
-        ScriptError: there is no such script.
-    """
+    """Check the command line, and return the content of the batch script. Raises: UsageError, ScriptError."""
     container = named(values, PYXIS)
     options = named(values, (*OPTIONS, *OURS))
     added = pairs("--sbatch", values["sbatch"])
@@ -258,11 +253,7 @@ def k8s(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
 
 
 def _texts(flag: str, texts: tuple[str, ...]) -> dict[str, str]:
-    """Parse the ``KEY=VALUE`` texts of a flag, and return the value of each key.
-
-    Raises:
-        UsageError: a text has no value, or two texts have the same key.
-    """
+    """Parse the ``KEY=VALUE`` texts of a flag, and return the value of each key. Raises: UsageError."""
     found = {key: value for key, value in pairs(flag, texts).items() if value is not None}
     if len(found) < len(texts):
         raise UsageError(f"{flag} needs KEY=VALUE", hint="holdfast submit k8s --help")

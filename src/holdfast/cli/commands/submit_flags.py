@@ -41,12 +41,9 @@ def passes_flags(command: click.Command) -> click.Command:
 def flags_of(
     ctx: click.Context, values: Mapping[str, Any], *, without: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return the flags of the command line that are passed on, as words of a command line of ``holdfast run``.
+    """Return the given flags that are passed on, as words of a command line of ``holdfast run``.
 
-    Args:
-        ctx: the context of click, which has the source of each value.
-        values: the value of each flag, by key.
-        without: keys of flags to leave out.
+    ``values`` has the value of each flag by key, and ``without`` the keys of flags to leave out.
     """
     words: list[str] = []
     for flag in PASSED:

@@ -49,11 +49,7 @@ class _Raw(io.FileIO):
         self._lost = False
 
     def write(self, data: Any) -> Any:
-        """Write ``data``, and return the number of bytes that were written or dropped.
-
-        Raises:
-            OutputLost: the first write to stdout has failed.
-        """
+        """Write ``data``, and return the number of bytes written or dropped. Raises: OutputLost: the first failure."""
         try:
             return len(data) if self._lost else super().write(data)
         except OSError as error:

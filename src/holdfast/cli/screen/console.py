@@ -88,8 +88,7 @@ def table_console() -> SafeConsole:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table on stdout.
 
-    On a terminal wide cells are folded. A table of more than ``ROWS_FOLDED_MAX`` rows is not folded, which would be
-    slow.
+    On a terminal wide cells are folded, except in a table of more than ``ROWS_FOLDED_MAX`` rows (folding is slow).
     """
     console = table_console()
     rows = [tuple(map(shown, row)) for row in rows]

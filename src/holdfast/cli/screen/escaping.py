@@ -34,13 +34,9 @@ def coloured(line: str) -> str:
 
 
 def echo(text: str = "", *, lead: str = "", nl: bool = True, err: bool = False) -> None:
-    """Print ``text`` with control characters escaped.
+    """Print ``text`` with control characters escaped, after the unchanged text ``lead`` (which may have colours).
 
-    Args:
-        text: the text.
-        lead: text that is printed before ``text`` unchanged, for example in colour.
-        nl: True: print a newline at the end.
-        err: True: print on stderr.
+    ``nl``: print a newline at the end. ``err``: print on stderr.
     """
     click.echo(lead + shown(text), nl=nl, err=err)
 

@@ -273,9 +273,7 @@ def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
 def meaning(code: Exit, session: bool) -> str:
     """Return the meaning of a run's exit code in words.
 
-    Args:
-        code: the exit code.
-        session: True if the script had opened a session. Without a session there was nothing to save.
+    ``session`` is True if the script had opened a session. Without a session there was nothing to save.
     """
     if code is Exit.USAGE:
         return "nothing was started"  # its own arguments are checked before there is a run

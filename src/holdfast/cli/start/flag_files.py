@@ -52,7 +52,7 @@ class FlagValues:
 
     @property
     def given(self) -> frozenset[str]:
-        """Keys of the flags whose value is not the default."""
+        """Keys of the flags that have a value from another source than the default."""
         return frozenset(key for key, source in self.sources.items() if source != DEFAULT)
 
     @property
@@ -70,7 +70,6 @@ def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Fl
     """Return the value of each flag with its source, from the command line, the environment and the files.
 
     Args:
-        ctx: the context of click, which has the source of each parsed value.
         values: the values that click has parsed from command line and environment.
         directory: the directory of the files.
 

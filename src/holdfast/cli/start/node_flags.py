@@ -49,7 +49,7 @@ class NodeFlags(NamedTuple):
 
 
 class Contact(NamedTuple):
-    """A host that agents dial first: its name, its addresses as seen from here, and the port."""
+    """A host that agents dial first: its name, its addresses as resolved on this host, and the port."""
 
     name: str
     addresses: tuple[str, ...]
@@ -73,11 +73,7 @@ class Contact(NamedTuple):
 
 
 def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
-    """Check the flags about nodes, and return their meaning.
-
-    Args:
-        values: the value of each flag, by key.
-        given: keys of the flags that the user has set.
+    """Check the flags about nodes, and return their meaning. ``given`` are the keys of flags that the user has set.
 
     Raises:
         UsageError: a flag has a value that cannot work.
@@ -207,7 +203,7 @@ def _bind(asked: str | None, contact: Contact, wait_s: float) -> str:
 def _here_towards(contact: Contact) -> str:
     """Return the address of this host from which it reaches a contact.
 
-    If this address differs between the addresses of the contact, an address at which a host answers decides.
+    If that depends on the address of the contact, prefer an address of the contact at which a host answers.
 
     Raises:
         OSError: there is no route to any address of the contact.
@@ -239,11 +235,7 @@ def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
 
 
 def read_counts(asked: str) -> tuple[int, ...]:
-    """Parse the numbers of ``--nproc-per-node``: ``8``, or ``8,4`` for nodes of two sizes.
-
-    Raises:
-        UsageError: a word is no number in the allowed range.
-    """
+    """Parse the numbers of ``--nproc-per-node``: ``8``, or ``8,4`` for nodes of two sizes. Raises: UsageError."""
     words = [word.strip() for word in asked.split(",")]
     if not all(word.isdecimal() and 1 <= int(word) <= NPROC_MAX for word in words):
         raise UsageError(
@@ -283,13 +275,9 @@ def shrink_to(values: Mapping[str, Any], nodes: NodeFlags, counts: Sequence[int]
 
 
 def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
-    """Read the secret of the job from the file ``path``.
+    """Read the secret of the job from the file ``path``. Raises: UsageError.
 
-    Returns:
-        The secret; empty if ``path`` is None. A job of one node then makes a secret itself.
-
-    Raises:
-        UsageError: the job has several nodes and ``path`` is None.
+    If ``path`` is None, return an empty secret: a job of one node makes its own. A job of several nodes needs a path.
     """
     if path is None:
         if nodes.several:
@@ -302,11 +290,7 @@ def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
 
 
 def encrypts(values: Mapping[str, Any], nodes: NodeFlags) -> bool:
-    """Return True if the traffic of Holdfast between hosts shall be encrypted.
-
-    Raises:
-        UsageError: the package for encryption is not installed.
-    """
+    """Return True if the traffic of Holdfast between hosts shall be encrypted. Raises: UsageError."""
     if not (values["encrypt"] and nodes.several):
         return False
     require_encryption()

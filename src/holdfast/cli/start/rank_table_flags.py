@@ -43,10 +43,6 @@ class RankTableFlags(NamedTuple):
 def place(values: Mapping[str, Any], given: frozenset[str]) -> RankTableFlags:
     """Return the flag values with those of the rank table added. Without a table they are unchanged.
 
-    Args:
-        values: the value of each flag, by key.
-        given: keys of the flags that the user has set.
-
     Raises:
         UsageError: the table has mistakes, a flag contradicts it, or it does not contain this host.
     """

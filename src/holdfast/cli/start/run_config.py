@@ -180,11 +180,7 @@ def _refuse_other_bytes(words: Iterable[str]) -> None:
 
 
 def kind_of(values: Mapping[str, Any]) -> TargetKind:
-    """Return the kind of program that the flags ask for: script, module or executable.
-
-    Raises:
-        UsageError: the flags ask for two kinds.
-    """
+    """Return the kind of program that the flags ask for: script, module or executable. Raises: UsageError."""
     if values["module"] and values["no_python"]:
         raise UsageError("--module and --no-python exclude each other", hint="leave one of them out")
     if values["run_path"]:
@@ -219,15 +215,7 @@ def _preload(names: str) -> tuple[str, ...]:
 
 
 def find_target(kind: TargetKind, script: str) -> str:
-    """Return what to start: the absolute path of a script or program, or the name of a module.
-
-    Args:
-        kind: script, module or executable.
-        script: the word of the command line.
-
-    Raises:
-        ScriptError: there is no such script, module or program.
-    """
+    """Return the absolute path of the script or program ``script``, or the name of a module. Raises: ScriptError."""
     if kind == "executable":
         program = shutil.which(script)
         if program is None:
@@ -280,17 +268,12 @@ def _check_module(name: str) -> None:
 
 
 def worker_counts(asked: str, nodes: NodeFlags) -> tuple[int, ...]:
-    """Return the numbers of workers per node that ``--nproc-per-node`` asks for.
+    """Return the numbers of workers per node that ``--nproc-per-node`` (``asked``) means.
 
-    Args:
-        asked: the value of the flag.
-        nodes: the nodes of the job.
-
-    Returns:
-        One number for all nodes, or one number for each node in the order of ``--node-rank``.
+    The result has one number for all nodes, or one number for each node in the order of ``--node-rank``.
 
     Raises:
-        UsageError: the value has no known form or the wrong number of numbers, the host has no such device, or the job
+        UsageError: the value has no known form or not one number per node, the host has no such device, or the job
             would have too many ranks.
     """
     counts = (_of_devices(asked),) if asked in ("cpu", *_COUNT_DEVICES) else read_counts(asked)

@@ -23,10 +23,6 @@ ALL_SAID = ({"nnodes", "node_rank", "master_addr"}, {"nnodes", "node_rank", "rdz
 def scheduled(settled: FlagValues, env: Mapping[str, str]) -> FlagValues:
     """Return the flag values with those of the scheduler's environment added. Flags set by the user have precedence.
 
-    Args:
-        settled: the flag values with their sources.
-        env: the environment variables.
-
     Raises:
         UsageError: a flag contradicts the environment, or the environment is incomplete.
     """

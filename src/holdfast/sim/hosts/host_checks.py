@@ -110,7 +110,7 @@ class JudgedView:
 
     @property
     def memory_losses(self) -> set[str]:
-        """Kinds of processes (or ``node``, ``page``) that were lost together with the data in their memory."""
+        """Places whose data in memory was lost: ``agent``, ``controller``, ``node`` or ``page`` (a status page)."""
         return self._scene.memory_losses
 
     @property
@@ -172,7 +172,10 @@ class HostChecks(Checks):
             self._committed, self._is_judged, self._thrown_away = {opened: step}, False, -1
 
     def _entitled(self, process: DecidingProcess, kind: str) -> None:
-        """Check that a controller has the right to the decision that it records (right of a majority, exit request)."""
+        """Check that a controller may write a record of this kind.
+
+        A decision about the whole job needs a majority. An exit needs the request of a user.
+        """
         if process.alone and kind in TRAINS:
             raise Violation("a_minority_only_saves", f"{process.host} is alone and writes {kind}")
         if kind in EXITS and not self.exit_asked:
@@ -205,12 +208,7 @@ class HostChecks(Checks):
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """Check, after a rank changed its state, that no rank updates a step that another rank discards.
 
-        This is allowed only if one of the two ranks was given up.
-
-        Args:
-            worker: the process of the rank.
-            old: the state of the rank in the step protocol before the change.
-            new: the state of the rank now.
+        This is allowed only if one of the two ranks was given up. ``old`` and ``new`` are states of the step protocol.
         """
         if old == "updating" and new == "ready":
             generation = worker.machine.generation

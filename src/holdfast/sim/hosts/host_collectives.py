@@ -61,7 +61,7 @@ class HostCollectives(Collectives):
         self._newest = group.generation
 
     def loss(self, member_id: MemberId) -> tuple[Contribution, ...]:
-        """Return the gradients of all ranks that the last update of a member has used, ordered by rank."""
+        """Return the gradients that the last update of a member has used, one entry per rank, ordered by rank."""
         return tuple(made for _, made in sorted(self._made_of[self._last[member_id]].items()))
 
     def deliver(self, group: SimGroup, round_: Round, voter: Voter) -> None:

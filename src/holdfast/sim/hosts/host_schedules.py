@@ -105,7 +105,7 @@ def shrunk_hosts_case(
 
 
 class FoundSchedule(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule that once broke an invariant (``broke``). A file of tests stores it as one line of JSON."""
+    """A schedule that once broke an invariant (``broke``). The tests store such schedules as JSON and rerun them."""
 
     seed: int
     broke: str

@@ -68,8 +68,6 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             job never continues with fewer ranks. Another value than 0 needs ``shards`` 1.
         witness: True if the job has a witness.
         until: number of steps of the run.
-        faults: the faults of processes.
-        host_faults: the faults of hosts and of the network.
     """
 
     nodes: int = 3
@@ -115,11 +113,7 @@ class HostsWorld(World):
         self._faults.start(case.host_faults)
 
     def resume(self, before: HostsWorld) -> None:
-        """Continue the job of an earlier run that asked to be queued again. Its checkpoints and history are taken over.
-
-        Args:
-            before: the earlier run.
-        """
+        """Continue the job of the run ``before``, which asked to be queued again, with its checkpoints and history."""
         self.store.saves = {f"before/{name}": save for name, save in before.store.saves.items()}
         self.history = before.history
         self.history.requeued()
@@ -252,10 +246,7 @@ class HostsWorld(World):
     def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None:
         """Cut the power of a host.
 
-        Args:
-            node_id: the host.
-            back_s: virtual seconds until the host starts again; 0: it never starts again.
-            empty: True if the host then starts with an empty disk.
+        It starts again after ``back_s`` virtual seconds (0: never), with an empty disk if ``empty``.
         """
         host, agent = self.hosts[node_id], self._agents[node_id]
         if not host.is_up or host.left:
@@ -305,13 +296,7 @@ class HostsWorld(World):
         self.hosts[node_id].is_steady = False
 
     def set_disk(self, node_id: NodeId, *, slow_s: float, full: bool) -> None:
-        """Make the disk of a host slow, full, or normal again.
-
-        Args:
-            node_id: the host.
-            slow_s: largest extra duration of a sync in virtual seconds; 0: normal speed.
-            full: True if no file can be written.
-        """
+        """Make the disk of a host slow (each sync takes up to ``slow_s`` seconds longer), full, or normal again."""
         disk = self.hosts[node_id].disk
         disk.slow_s, disk.is_full = slow_s, full
         self.hosts[node_id].is_steady = False
@@ -357,9 +342,9 @@ class HostsWorld(World):
         self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
 
     def is_cut_off(self, node_id: NodeId) -> bool:
-        """Return True if a host can have received nothing from a majority of its electorate for ``LEASE_S`` seconds.
+        """Return True if less than a majority of a host's electorate can have reached the host for ``LEASE_S`` seconds.
 
-        False if a fault has delayed timers or syncs of the host: its knowledge may then be outdated.
+        False if a fault has delayed timers or syncs of the host, whose knowledge may then be outdated.
         """
         host = self.hosts[node_id]
         electorate = host.disk.ballot.electorate
@@ -379,21 +364,11 @@ class HostsWorld(World):
         return [process.machine for process in processes if process is not None and process.lives]
 
     def make_controller(self, config: Config, past: ReplayedState) -> Controller:
-        """Make the state machine of a controller process.
-
-        Args:
-            config: the configuration of the controller.
-            past: the state of the job that an earlier controller left in the event log.
-        """
+        """Make the state machine of a controller process, which starts with the state ``past`` from the event log."""
         return self.controller_type(config, past, self.store.uncovered)
 
     def make_election(self, config: ElectionConfig, kept: HardState) -> Election:
-        """Make the state machine of an agent's election.
-
-        Args:
-            config: the configuration of the election.
-            kept: the contents of the election file on the host.
-        """
+        """Make the state machine of an agent's election, which starts with ``kept`` from the election file."""
         return self.election_type(config, kept)
 
     def controller_config(self, disk: SimDisk, node_id: NodeId, term: int, alone: bool) -> Config:
@@ -559,15 +534,12 @@ class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a run on several hosts.
 
     Attributes:
-        code: exit code of the job. If only a controller that decided alone ended the run, its exit code; -1: no host is
-            left.
-        reason: why the run ended.
+        code: exit code of the job; if no controller with a majority ended the run, that of a controller that decided
+            alone; -1: no host is left.
         step: the step at which training finished; -1: training did not finish.
         time_s: virtual seconds of the run.
-        events: number of simulated events.
-        digest: digest of all events, equal for equal runs.
+        digest: digest of all simulated events, equal for equal runs.
         coverage: number of faults by (kind, phase of the job).
-        records: the event-log records of all controllers.
     """
 
     code: int

@@ -71,9 +71,6 @@ class SimCouncil:
     """The council of one agent process: its election and its connections to other agents.
 
     Args:
-        scene: the simulated world.
-        host: the host of the agent.
-        disk: the disk of the host.
         founders: number of connected nodes, this one included, that this agent waits for before it founds the job; 0:
             this agent does not found the job.
         witness: True if the job has a witness.

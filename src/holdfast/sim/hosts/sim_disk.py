@@ -90,11 +90,7 @@ class SimDisk:
         self._synced = len(self.lines)
 
     def sync_s(self, jitter: Callable[[float, float], float]) -> float:
-        """Return a random duration of one sync, in virtual seconds.
-
-        Args:
-            jitter: returns a random number between its two arguments.
-        """
+        """Return a random duration of one sync, in virtual seconds. ``jitter`` draws a number between two bounds."""
         return jitter(*SYNC_S) + (jitter(0.0, self.slow_s) if self.slow_s else 0.0)
 
     def keep(self, ballot: HardState) -> None:

@@ -34,10 +34,7 @@ class SimDriver:
     """The driver of one state machine in a simulated process.
 
     Args:
-        scene: the simulated world.
-        host: the host of the process.
         name: name of the state machine in the labels of simulated events.
-        machine: the state machine.
         execute: called with every command that is neither a record nor a timer.
         fail: called when the process cannot continue because its disk is full.
 

@@ -13,8 +13,6 @@ class SimHost:
 
     Attributes:
         slots: number of ranks that the host can run.
-        disk: the disk of the host, with its event log.
-        is_up: True if the host has power.
         life: number of power losses so far. An action that was scheduled before a power loss never happens.
         booting: True if an agent is about to start.
         in_job: True if the run directory of the host contains the name of the job.
@@ -23,7 +21,7 @@ class SimHost:
         rate: seconds on the host's clock per second of virtual time.
         paused_until_s: virtual time until which nothing runs on the host.
         late_s: longest delay of the host's timers, in virtual seconds.
-        is_steady: True if no fault has delayed the host's timers or syncs. Its knowledge of other hosts is then recent.
+        is_steady: True if no fault has delayed the host's timers or syncs. Then it has recent data on other hosts.
         council: the election and the connections of the agent; None before its first start.
         process: the newest controller process on the host; None if there was none.
     """

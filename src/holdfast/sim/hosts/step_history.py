@@ -1,9 +1,9 @@
 """The committed steps of each rank with their losses, as a user sees them in the output of a simulated run.
 
 Theory. The loss of a step is a function of the state before the step and of the gradients of all ranks. A repeated step
-therefore has the same loss as before, and every rank shows the losses of a run without faults. There are two exceptions
-in which a rank has not shown a committed step: its process was lost inside the update, or the job had fewer ranks for
-this step and the rank was not in it.
+therefore has the same loss as before, and every rank shows the losses of a run without faults. In two cases a rank does
+not show a committed step: its process was lost inside the update, or the job committed the step with fewer ranks,
+without this rank.
 
 Invariants:
 1. A rank commits step k only after this process, or earlier processes of the same rank, have shown every step before k.
@@ -94,11 +94,7 @@ class StepHistory:
         self._lives.setdefault(worker.rank, []).append(worker)
 
     def ends(self, step: int, ranks: int) -> None:
-        """Check at the end of training that every rank has shown all steps.
-
-        Args:
-            step: number of steps of the training.
-            ranks: number of ranks of the job.
+        """Check at the end of training, after ``step`` steps, that each of ``ranks`` ranks has shown all steps.
 
         Raises:
             Violation: a rank has not shown a step that it must have shown.
@@ -115,10 +111,7 @@ class StepHistory:
 
         This is the case if another process of the rank was lost in ``step``, or if a smaller job committed the step.
 
-        Args:
-            worker: the present process of the rank; None: none of its processes is the present one.
-            step: the step.
-            rank: the rank, if ``worker`` is None.
+        ``worker`` is the present process of the rank. At the end of training it is None, and ``rank`` is given.
         """
         rank = worker.rank if worker is not None else rank
         if rank >= self._fewest.get(step, rank + 1):
