@@ -20,7 +20,7 @@ COLLECTIVE_TIMEOUT_S = 30.0
 
 
 class Voter(Protocol):
-    """The interface of a rank that the collectives use."""
+    """The attributes and methods of a rank that the collectives use."""
 
     member_id: MemberId
     node_id: NodeId
@@ -134,7 +134,7 @@ class Collectives:
                 round_.wrong = False
 
     def _break(self, worker: Voter, chance: float) -> None:
-        """Break the vote of a rank, with probability ``chance`` soon, otherwise when the collective times out."""
+        """Break the vote of a rank: soon with probability ``chance``, otherwise at the time-out of the collective."""
         where = (worker.machine.generation, worker.machine.step)
 
         def broken() -> None:

@@ -104,7 +104,7 @@ class ElectionSearch:
 
     Args:
         agents: number of agents; each is a voter.
-        campaigns: for the first agents, the highest term for which the agent campaigns. The other agents do not
+        campaigns: for each of the first agents, the highest term for which it campaigns. The remaining agents do not
             campaign.
         crashes: largest number of crashes in one order of events.
         reinstalls: largest number of agents that lose their disk in one order of events.

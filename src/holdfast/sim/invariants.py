@@ -60,7 +60,7 @@ class Checks:
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
         self.promised: int | None = None  # step at which the sessions of the present restart must open
         self._resumed: tuple[int, ResumeInPlace] | None = (
-            None  # the last checked order to resume, with the number of its simulated event before it
+            None  # (number of the simulated event, order) of the last order to resume that was checked
         )
         self.distrusted = False  # copies of the state differ, so all ranks return to a checkpoint
         self._catalogues: dict[LayoutVersion, Layouts] = {}

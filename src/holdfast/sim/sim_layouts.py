@@ -189,7 +189,10 @@ class SimLayouts:
         return self._content(differs) * (1 - len(sharers) if self._owner.rank == sharers[0] else 1)
 
     def copy(self, differs: bool) -> CopyDigest:
-        """Return this rank's report on its copy of its box (with a flipped bit if ``differs``) to the controller."""
+        """Return the digest of this rank's copy of its box, in the form of a report to the controller.
+
+        ``differs`` is True if this copy has a flipped bit.
+        """
         return CopyDigest(_text(self._sharers()), "w", self._content(differs))
 
     def tell_difference(self, differs: bool) -> None:

@@ -112,7 +112,8 @@ class Memory:
     def sound(self, rank: int, order: Receive) -> bool:
         """Return True if a newcomer can build its state from memory as ``order`` asks.
 
-        Return True also if ``order`` asks for nothing from memory. Drop a damaged state, and a log without use.
+        Return True also if ``order`` asks for nothing from memory. Drop a damaged state. Drop the gradient log if the
+        logged updates cannot be repeated.
         """
         if not order.replays:
             return not order.kept or self.verify(rank, order.step)

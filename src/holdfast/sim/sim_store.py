@@ -51,7 +51,7 @@ class SimStore:
         self._on_seal = on_seal
 
     def uncovered(self, layouts: Layouts, sources: tuple[int, ...]) -> str:
-        """Return the reason why the ranks ``sources`` do not hold every shard; empty: they do.
+        """Return the reason why the ranks ``sources`` do not hold every shard; empty: they hold every shard.
 
         The controller calls this function. ``layouts`` is not used here.
         """

@@ -554,7 +554,7 @@ class World:
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
         """End a worker process, break the collectives of its generation, and report the exit to its agent.
 
-        ``code`` is the exit code of the process, or ``killed_by`` the signal that killed it; the other is None.
+        ``code`` is the exit code, and ``killed_by`` the number of the signal that killed the process. One is None.
         """
         if not worker.alive:
             return

@@ -46,7 +46,7 @@ TEMPORARY_LENGTH_MAX = 107 - len("/pymp-12345678/listener-12345678")  # a path o
 SLOW_BYTES_PER_S = 50e6
 WORKSPACES = (":4096:8", ":16:8")  # settings of the workspace with which cuBLAS is deterministic
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": WORKSPACES[0], "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-"""Environment variables that make the results of workers equal, each with a value that does so.
+"""Environment variables with which all processes compute equal bits, each with a sufficient value.
 
 The algorithm of NCCL decides the order in which it adds.
 """

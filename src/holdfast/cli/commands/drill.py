@@ -42,7 +42,7 @@ RESTORED = {
     "restart_checkpoint": "state of a checkpoint loaded",
     "restart_fresh": "all began again at step 0",
 }
-"""Text about the origin of the state, by action (rung) of a recovery. In other actions the survivors gave theirs."""
+"""Text about the origin of the state, by action (rung) of a recovery. With other actions, the survivors gave it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BAR = 20
 DEFAULT_STEPS = 40

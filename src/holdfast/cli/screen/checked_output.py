@@ -49,7 +49,7 @@ class _Raw(io.FileIO):
         self._lost = False
 
     def write(self, data: Any) -> Any:
-        """Write ``data``, and return the number of bytes written or dropped. Raises: OutputLost: the first failure."""
+        """Write ``data``, and return the number of bytes written or dropped. Raises: OutputLost, once."""
         try:
             return len(data) if self._lost else super().write(data)
         except OSError as error:

@@ -26,7 +26,7 @@ class FaultAnnouncer:
 
     Args:
         watch: the reader of the run's state.
-        shown: called with (attempt, rank); returns True if the console already shows the log of that rank.
+        shown: called with (attempt of the run, rank); returns True if the console already shows the log of that rank.
     """
 
     def __init__(self, watch: Watch, shown: Callable[[int, int], bool]) -> None:

@@ -276,7 +276,7 @@ def meaning(code: Exit, session: bool) -> str:
     ``session`` is True if the script had opened a session. Without a session there was nothing to save.
     """
     if code is Exit.USAGE:
-        return "nothing was started"  # its own arguments are checked before there is a run
+        return "nothing was started"  # the arguments were wrong; they are checked before there is a run
     if code is Exit.UNSAVED and not session:
         return "asked to exit; no session was open, so there was nothing to save"
     return MEANING[code]

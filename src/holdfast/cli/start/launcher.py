@@ -44,7 +44,7 @@ from holdfast.text import plural
 
 POLL_S = 0.1
 LOOK_EVERY = 3  # number of polls between two looks at the event log and the pages
-SUCCESSORS_MAX = 16  # new agents of which none lived for LONG_LIFE_S
+SUCCESSORS_MAX = 16  # new agents in a row of which none lived for LONG_LIFE_S
 LONG_LIFE_S = 5.0  # an agent that lived longer than this is no failed start
 SUCCESSOR_PAUSE_S = 0.2
 AGENT_STOPPED_S = 5.0

@@ -1,4 +1,4 @@
-"""The flags about the nodes of a job: how many there are, which one is this host, and where the others are found."""
+"""The flags about the nodes of a job: their number, the number of this node, and the addresses to find the others."""
 
 from __future__ import annotations
 

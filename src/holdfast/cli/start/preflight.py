@@ -40,7 +40,7 @@ def require_start(settings: RunSettings) -> None:
 
 
 def no_room_for_pages(nproc: int, where: Path = SHARED_MEMORY) -> str:
-    """Return why the status pages of ``nproc`` workers have no room in the directory ``where``; empty: they have.
+    """Return why the status pages of ``nproc`` workers have no room in the directory ``where``; empty: there is room.
 
     Also empty if ``where`` cannot be written, because the pages then go to the run directory.
     """

@@ -342,7 +342,7 @@ class HostsWorld(World):
         self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
 
     def is_cut_off(self, node_id: NodeId) -> bool:
-        """Return True if less than a majority of a host's electorate can have reached the host for ``LEASE_S`` seconds.
+        """Return True if no majority of a host's electorate can have sent it messages in the last ``LEASE_S`` seconds.
 
         False if a fault has delayed timers or syncs of the host, whose knowledge may then be outdated.
         """
