@@ -1,5 +1,6 @@
 """The command ``holdfast``.
 
-``main`` loads one command of ``commands`` when it is used. ``start`` turns flags, files and schedulers into the
-settings of a run and starts it. ``screen`` makes the output for people: views of a run, reports, tables, escaping.
+``main`` imports a module of ``commands`` when its command is used. ``start`` makes the settings of a run from flags,
+files and the environment of a scheduler, and starts the run. ``screen`` makes the output for people: views of a run,
+reports, tables, escaping.
 """

@@ -1,6 +1,6 @@
-"""``holdfast``: one command, subcommands loaded when they are used.
+"""The command ``holdfast``, which imports the module of a subcommand only when the subcommand is used.
 
-The texts of ``holdfast --help`` are here and not in the subcommands, so that help needs no import but click.
+The texts of ``holdfast --help`` are in this module. The help therefore needs no import of a subcommand.
 """
 
 from __future__ import annotations
@@ -139,7 +139,11 @@ def cli() -> None:
 
 
 def answer(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's) and return its exit code."""
+    """Run a command line and return its exit code.
+
+    Args:
+        argv: the words after ``holdfast``; None: those of this process.
+    """
     try:
         try:
             return _answer(list(sys.argv[1:] if argv is None else argv) or ["--help"])
@@ -150,7 +154,7 @@ def answer(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(args: list[str]) -> int:
-    """Run the command line without the handling of lost output, and return its exit code. Raises: OutputLost."""
+    """Run a command line and return its exit code. Raises: OutputLost, if stdout takes no output."""
     try:
         working_directory()
         colour = False if no_colour() else None
@@ -172,6 +176,6 @@ def _answer(args: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the ``holdfast`` script."""
+    """Run a command line (None: that of this process), and exit with its code. This is the entry point ``holdfast``."""
     watch()
     sys.exit(answer(argv))

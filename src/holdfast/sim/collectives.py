@@ -1,7 +1,7 @@
 """Simulated collectives: the all-reduce of a vote, and its failure.
 
-A vote completes when every rank of the generation has entered it. Each rank receives the result at its own time. If a
-peer dies before that, the vote may break for this rank instead. The rank is then in doubt.
+A vote completes when every rank of the generation has entered it. The ranks receive the result at different times. If a
+peer dies before a rank has received the result, the vote may break for that rank. The rank is then in doubt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLLECTIVE_TIMEOUT_S = 30.0
 
 
 class Voter(Protocol):
-    """The interface of a rank that the collectives use."""
+    """The attributes and methods of a rank that the collectives use."""
 
     member_id: MemberId
     node_id: NodeId
@@ -58,10 +58,10 @@ class Round:
         self.ballots: dict[MemberId, Ballot] = {}
         self.waiting: set[MemberId] = set()
         self.tally: Tally | None = None
-        self.wrong = False  # a flipped bit in the gradients of one rank has changed the sum on all ranks
+        self.wrong = False  # a flipped bit in one rank's gradients has changed the sum on all ranks
 
     def enter(self, member_id: MemberId, ballot: Ballot) -> bool:
-        """Add a ballot. Return True if it was the last one."""
+        """Add the ballot of a member. Return True if the vote now has the ballots of all ranks."""
         self.ballots[member_id] = ballot
         self.waiting.add(member_id)
         if len(self.ballots) < self.world_size:
@@ -72,7 +72,7 @@ class Round:
 
 
 class SimGroup:
-    """The collectives of one generation: its votes by number."""
+    """The simulated collectives of one generation: its votes, by number."""
 
     def __init__(self, generation: Generation, world_size: int) -> None:
         self.generation = generation
@@ -82,23 +82,23 @@ class SimGroup:
         self.rounds: dict[int, Round] = {}
 
     def round(self, number: int) -> Round:
-        """Return the vote number ``number`` of the generation."""
+        """Return the vote with this number, counted within the generation. Create it at the first request."""
         return self.rounds.setdefault(number, Round(self.world_size))
 
 
 class Collectives:
-    """The collectives of all generations."""
+    """The simulated collectives of all generations of a job."""
 
     def __init__(self, scene: CollectivesScene) -> None:
         self.scene = scene
         self._groups: dict[Generation, SimGroup] = {}
 
     def group(self, generation: Generation) -> SimGroup:
-        """Return the collectives of a generation."""
+        """Return the collectives of a generation. Create them at the first request."""
         return self._groups.setdefault(generation, SimGroup(generation, self.scene.world_size))
 
     def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
-        """Enter the ballot of a rank into the vote number ``number``. The last ballot completes the vote."""
+        """Enter the ballot of a rank into the vote with the number ``number``. The last ballot completes the vote."""
         group = self.group(worker.machine.generation)
         if group.broken:
             self._break(worker, 0.7)
@@ -113,7 +113,7 @@ class Collectives:
             self._later(voter, self.scene.jitter(0.0005, 0.006), "voted", deliver)
 
     def deliver(self, group: SimGroup, round_: Round, voter: Voter) -> None:
-        """Complete the all-reduce at one rank of ``group``."""
+        """Deliver the result of a completed vote of ``group`` to one rank (``voter``)."""
         assert round_.tally is not None
         round_.waiting.discard(voter.member_id)
         if round_.ballots[voter.member_id].between:
@@ -125,13 +125,16 @@ class Collectives:
         self.scene.later_on(voter.node_id, delay_s, f"{label}:{voter.rank}", action)
 
     def forget_wrong(self) -> None:
-        """Forget flipped bits in gradients, because they are equal in all copies now and cannot be detected."""
+        """Forget which votes had gradients that a flipped bit changed.
+
+        The caller has found that no two copies of the state differ now, so no comparison can detect the flip.
+        """
         for group in self._groups.values():
             for round_ in group.rounds.values():
                 round_.wrong = False
 
     def _break(self, worker: Voter, chance: float) -> None:
-        """Break the vote of a rank: soon with probability ``chance``, otherwise when the collective times out."""
+        """Break the vote of a rank: soon with probability ``chance``, otherwise at the time-out of the collective."""
         where = (worker.machine.generation, worker.machine.step)
 
         def broken() -> None:
@@ -143,9 +146,9 @@ class Collectives:
         self._later(worker, delay_s, "broken", broken)
 
     def break_off(self, generation: Generation) -> None:
-        """Break the collectives of a generation after the loss of a member or connection.
+        """Break the collectives of a generation after the loss of a member or of a connection.
 
-        Some ranks notice at once. The others hang until they are fenced.
+        A random part of the ranks notices the break soon. The other ranks hang until they are fenced.
         """
         group = self.group(generation)
         if group.broken and self.scene.world_size > FEW_RANKS:

@@ -1,14 +1,17 @@
 """Bounded exhaustive search over two elections: every order of votes, lost messages, crashes, restarts and lost disks.
 
-Theory. The state machines are the real ones. The network is the set of messages in flight; a message that is never
-taken out of the set is lost. An agent may crash after any prefix of the commands of an event. A restarted agent has
-only the state that the executed commands have persisted, or none if its host was installed again. An answer to a trial
-vote (raft pre-vote) binds no voter, so every answer is possible at any time. A campaign therefore begins with the real
-vote here. With a witness, agents may be alone at any time, and a leader may hear of any set of nodes; messages of older
-terms are lost there, to bound the search. The connections of a host that is installed again end. It hears the
-electorate from no leader that is deposed and does not know it: that is a limit of the elections
-(docs/design/0038-simulated-hosts.md). The search takes every enabled action from each state and skips states that it
-has seen.
+Theory. The state machines of the election are the real ones. The search takes every possible action from each state,
+and skips states that it has already visited.
+
+1. The network is the set of messages in flight. A message that no action delivers is lost.
+2. An agent may crash after any prefix of the commands of an event. A restarted agent has only the state that the
+   executed commands have persisted. If its host was installed again, the agent has no state.
+3. A campaign begins with the real vote. An answer in a trial round (raft pre-vote) binds no voter, so every answer to
+   it is possible at any time.
+4. With a witness, an agent may lose all connections at any time, and a leader may receive any list of connected nodes.
+   Messages of older terms are then lost, to bound the search.
+5. All messages to a host are lost when the host is installed again. In this search no deposed leader sends its
+   electorate to such a host, because the elections do not withstand that (docs/design/0038-simulated-hosts.md).
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ STATES_MAX = 2_000_000
 
 
 class Node(NamedTuple):
-    """One agent: its persistent state, and the state machine of its election (None after a crash)."""
+    """One agent: the state on its disk (``kept``), and the state machine of its election (None after a crash)."""
 
     kept: HardState
     machine: Election | None
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for equal states of the agent."""
+        """Return a hashable key that is equal for equal states of the agent."""
         m = self.machine
         if m is None:
             return (self.kept, None)
@@ -57,17 +60,17 @@ class Node(NamedTuple):
 
 
 class ElectionState(NamedTuple):
-    """One state of the whole system.
+    """One state of all agents, the network and the witness, with the history that the checks need.
 
     Attributes:
         nodes: all agents.
-        network: the messages in flight, with their receivers.
-        leaders: every (term, leader) so far.
+        network: the messages in flight: (receiver, message).
+        leaders: every leader so far: (term, leader).
         granted: every granted vote so far: (voter, term, candidate).
         crashes: number of crashes that may still happen.
         reinstalls: number of agents that may still lose their disk.
-        claims: the voters that the witness has recorded, by the number of the electorate.
-        committed: every committed electorate so far, without its term: (number, voters).
+        claims: the electorates that the witness has recorded: (number of the electorate, voters).
+        committed: every committed electorate so far, without its term: (number of the electorate, voters).
     """
 
     nodes: tuple[Node, ...]
@@ -80,32 +83,38 @@ class ElectionState(NamedTuple):
     committed: frozenset[tuple[int, tuple[NodeId, ...]]]
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for equal states of the system."""
+        """Return a hashable key that is equal for equal states of the whole system."""
         return (tuple(n.key() for n in self.nodes), *self[1:])
 
 
 class ElectionResult(NamedTuple):
-    """The result of a search: the number of states, and the most terms with a leader in one history (``elections``)."""
+    """The result of a search.
+
+    Attributes:
+        states: number of visited states.
+        elections: the largest number of terms with a leader in one order of events.
+    """
 
     states: int
     elections: int
 
 
 class ElectionSearch:
-    """A search through all histories of a group of voters.
+    """An exhaustive search through all orders of events of a group of voters.
 
     Args:
-        agents: number of voters.
-        campaigns: for each agent, the highest term up to which it campaigns. Further agents do not campaign.
-        crashes: largest number of crashes.
-        reinstalls: largest number of agents that lose their disk.
-        announced: True if a leader's controller starts, so that the leader announces itself.
-        machine: the election machine to test.
+        agents: number of agents; each is a voter.
+        campaigns: for each of the first agents, the highest term for which it campaigns. The remaining agents do not
+            campaign.
+        crashes: largest number of crashes in one order of events.
+        reinstalls: largest number of agents that lose their disk in one order of events.
+        announced: True if the controller of a leader starts, and the leader then announces itself to the other agents.
+        machine: class of the election's state machine, for example with a planted error.
 
     Attributes:
-        electorates: the electorate that each agent has stored at the start. All agents are voters by default. The
-            newest one is committed if a majority of its voters have it.
-        changes: with a witness, the highest number of an electorate that a leader changes; 0: there is no witness.
+        electorates: the electorate that each agent has stored at the start. By default it contains all agents. A
+            newer electorate counts as committed if a majority of its voters have stored it.
+        changes: with a witness, a leader changes electorates until their number reaches this; 0: there is no witness.
     """
 
     def __init__(
@@ -131,10 +140,11 @@ class ElectionSearch:
         """Visit every reachable state.
 
         Raises:
-            Violation: two leaders in a term, two grants of a voter in a term, two committed electorates of a number
-                at a witness, or a state machine's own check.
+            Violation: a term has two leaders; a voter grants two votes in one term; with a witness, two different
+                electorates with the same number are committed; or a check inside a state machine fails.
         """
-        # Blank votes count in the first term, in which only the founder campaigns. Here several agents campaign.
+        # Blank votes count in the first term, in which only the founder of the job campaigns. Here several agents
+        # campaign, so the search begins after that term.
         term = FIRST_TERM if self.reinstalls else 0
         known = self.electorates
         held = [each == min(known) or known.count(each) >= each.quorum for each in known]
@@ -163,7 +173,7 @@ class ElectionSearch:
         return ElectionResult(len(seen), most)
 
     def _booted(self, state: ElectionState, index: int) -> ElectionState:
-        """Return the state after an agent was started with what is on its disk."""
+        """Return the state of the system after agent ``index`` was started with the data on its disk."""
         machine = self.machine(ElectionConfig(node_id=self.names[index]), state.nodes[index].kept)
         return self._execute(state, index, machine, machine.start(0.0))
 
@@ -182,7 +192,7 @@ class ElectionSearch:
             if campaigns and not node.machine.lead:
                 found += self._feed(state, index, [Tick(name="campaign"), *self._encouraged(index, node)])
             if node.machine.role == "candidate" and campaigns and not self.announced:
-                found += self._feed(state, index, [Tick(name="campaign")])  # votes of this term may come late
+                found += self._feed(state, index, [Tick(name="campaign")])  # votes of this term may be late
             if self.announced and node.machine.role == "leader" and node.machine.lead is None:
                 found += self._feed(state, index, [ControllerUp(term=node.kept.term, host="", port=1)])
             if node.machine.lead is not None and (campaigns or not self.changes):
@@ -199,7 +209,7 @@ class ElectionSearch:
         return found
 
     def _is_outdated(self, state: ElectionState, index: int, message: Message) -> bool:
-        """Return True if a deposed leader sends the electorate to a host that was installed again."""
+        """Return True if ``message`` brings the electorate of a deposed leader to a host that was installed again."""
         if not isinstance(message, ConfigChange) or state.nodes[index].kept.electorate is not None:
             return False
         terms = [node.kept.term for node in state.nodes] + [term for term, _ in state.leaders]
@@ -208,7 +218,10 @@ class ElectionSearch:
     def _changed(
         self, state: ElectionState, index: int, electorate: VoterSet, machine: Election
     ) -> list[ElectionState]:
-        """Let a leader hear of every set of nodes that lacks at most one."""
+        """Return the states after a leader received a list of connected nodes, one state for each list.
+
+        The lists are: all nodes, and all nodes without one other node.
+        """
         found: list[ElectionState] = []
         for gone in (None, *self.names) if electorate.number < self.changes else ():
             up = tuple(name for name in self.names if name != gone)
@@ -222,7 +235,7 @@ class ElectionSearch:
         return [VoteReply(voter=other, term=term, trial=True, granted=True) for other in others]
 
     def _feed(self, state: ElectionState, index: int, events: list[Message]) -> list[ElectionState]:
-        """Return the state after an agent handled ``events``, and one state for each point at which it may crash."""
+        """Return the state after agent ``index`` handled ``events``, and one state per point at which it may crash."""
         before = state.nodes[index].machine
         assert before is not None
         machine = before.copy()

@@ -1,8 +1,8 @@
 """Faults of processes in a simulated run, as data.
 
-The list follows failure studies of training clusters, within the limits of the model. A process dies in any phase,
-raises, exits without an error message, hangs, or its memory changes. A collective breaks although no process died. A
-save fails. A controller or an agent dies while it is needed.
+The kinds of faults follow failure studies of training clusters, within the limits of the simulation. A process dies in
+any phase, raises, exits without an error message, hangs, or a bit of its memory flips. A collective breaks although no
+process died. A save fails. A controller or an agent dies while it is needed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,14 @@ STATES: tuple[RankState, ...] = ("starting", "ready", "compute", "voting", "upda
 
 
 class SimFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fault of one rank. It strikes ``delay_s`` after the rank enters ``state``, but not before ``at_s``.
+    """A fault of one rank. All times are virtual seconds.
 
-    Without a ``state`` it strikes at ``at_s``. All times are virtual seconds.
+    Attributes:
+        kind: what happens.
+        at_s: time of the fault. With a ``state`` it is the time from which the fault waits for that state.
+        rank: the rank that the fault strikes; for an agent or a spare, a rank on its node.
+        state: the fault strikes when the rank enters this state of the step protocol; empty: it waits for no state.
+        delay_s: time between the entry into ``state`` and the fault.
     """
 
     kind: FaultKind
@@ -45,7 +50,10 @@ class SimFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def random_faults(rng: random.Random, ranks: int, horizon_s: float, count: int) -> tuple[SimFault, ...]:
-    """Return ``count`` random faults within ``horizon_s`` virtual seconds. Some come in pairs at close times."""
+    """Return ``count`` random faults of a job of ``ranks`` ranks, in the order of their times.
+
+    Most strike within ``horizon_s`` virtual seconds. Some strike shortly after another fault.
+    """
     faults: list[SimFault] = []
     at_s = 0.0
     for _ in range(count):

@@ -1,8 +1,8 @@
-"""Expected goodput of a job, and the cost of faults by cause. It is computed, not simulated.
+"""Expected goodput of a job, and the cost of faults by cause, from a formula.
 
-Theory. Faults of a cause arrive at rate ``ranks / rank_hours`` (Poisson). One fault costs ``stop_s`` until the job
-trains again, and ``redo_s`` of repeated work. A fault during a recovery restarts the recovery, so a stop of c seconds
-takes ``(e^(r c) - 1) / r`` seconds at the total rate r. Goodput is useful time divided by total time.
+Theory. Faults of one cause arrive at the rate ``ranks / rank_hours`` (a Poisson process). One fault stops the job for
+``stop_s`` and makes it repeat ``redo_s`` of work. A fault during a recovery restarts the recovery. A stop of c seconds
+therefore takes ``(e^(r c) - 1) / r`` seconds, with r the rate of all causes. Goodput is useful time / total time.
 
 Invariants:
 1. Without faults goodput is 1; more ranks, higher rates or longer stops never raise it.
@@ -22,9 +22,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         name: name of the cause.
-        rank_hours: mean hours between two such faults of one rank.
+        rank_hours: mean hours between two faults of this cause on one rank.
         stop_s: seconds from a fault until the job trains again.
-        redo_s: seconds of work that is repeated.
+        redo_s: seconds of work that the job repeats after a fault.
     """
 
     name: str
@@ -34,7 +34,14 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of one cause: faults per day, seconds per fault, and share of the total time."""
+    """The cost of one cause of faults.
+
+    Attributes:
+        name: name of the cause.
+        per_day: expected faults of the whole job per day.
+        each_s: seconds that one fault costs.
+        share: lost time as a fraction of the total time, from 0 to 1.
+    """
 
     name: str
     per_day: float
@@ -43,7 +50,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The goodput of a job of ``ranks`` ranks, and the losses by cause."""
+    """The expected goodput (0 to 1) of a job of ``ranks`` ranks, and the cost of each cause of faults."""
 
     ranks: int
     goodput: float
@@ -51,14 +58,14 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_causes(mean_hours: float, step_s: float, stop_s: float) -> tuple[Cause, ...]:
-    """Return assumed causes of faults, as shares of all faults.
+    """Return four causes of faults with assumed frequencies: worker lost, node lost, hang, controller lost.
 
-    The loss of a worker or its device is the most frequent. The loss of a node costs additional time for its detection.
-    A hang is detected after twelve steps. The loss of a controller costs nothing. Half a step is repeated.
+    Most faults are the loss of a worker or of its device. The detection of a lost node takes additional time. A hang is
+    detected after twelve steps. These three kinds repeat half a step of work. The loss of a controller costs nothing.
 
     Args:
         mean_hours: mean hours between two faults of one rank, of any cause.
-        step_s: seconds of a step.
+        step_s: seconds of one step.
         stop_s: seconds from the loss of a worker until the job trains again.
     """
     redo_s = step_s / 2
@@ -71,7 +78,7 @@ def default_causes(mean_hours: float, step_s: float, stop_s: float) -> tuple[Cau
 
 
 def forecast(ranks: int, causes: Sequence[Cause]) -> Forecast:
-    """Compute the expected goodput of a job of ``ranks`` ranks. A replacement is assumed to be always available."""
+    """Compute the expected goodput of a job of ``ranks`` ranks, if replacements are always available."""
     rates = {cause.name: ranks / (cause.rank_hours * 3600.0) for cause in causes}
     total = sum(rates.values())
 

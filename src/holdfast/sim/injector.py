@@ -1,4 +1,4 @@
-"""Injection of faults into a simulated run, at their times and in the given states of the ranks."""
+"""Injection of faults into a simulated run: at a given time, or when a rank enters a given state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from holdfast.sim.faults import SimFault
 from holdfast.sim.spares import SimSpares
 from holdfast.sim.worker import SimWorker
 
-STOPPED_S = 1.5  # until the agent reports a stopped process
+STOPPED_S = 1.5  # time until the agent reports a stopped process
 NO_PHASE = "electing"
-"""The phase of a job that has no controller."""
+"""Name of the phase of a job that has no controller now."""
 
 
 class FaultTarget(Protocol):
@@ -42,7 +42,7 @@ class FaultTarget(Protocol):
 
 
 class SimInjector:
-    """The injector of one run. ``coverage`` counts the faults by kind and phase of the job."""
+    """The injector of one run. ``coverage`` counts the faults that struck, by (kind, phase of the job)."""
 
     def __init__(self, world: FaultTarget, faults: tuple[SimFault, ...]) -> None:
         self.world = world
@@ -51,30 +51,33 @@ class SimInjector:
         self.coverage: Counter[tuple[str, str]] = Counter()
 
     def struck(self, kind: str) -> None:
-        """Count a fault in the present phase of the job."""
+        """Count in ``coverage`` that a fault of this kind strikes in the present phase of the job."""
         self.coverage[kind, self.world.phase()] += 1
 
     def start(self) -> None:
-        """Schedule each fault at its time."""
+        """Schedule each fault of the run at its time."""
         for fault in self._faults:
             self.world.later(fault.at_s, f"fault {fault.kind}", self._arm_of(fault))
 
     def moved(self, worker: SimWorker, new: RankState) -> None:
-        """Schedule the faults that wait for ``worker`` to enter the state ``new`` of the step protocol."""
+        """Schedule the faults that waited until ``worker`` enters the state ``new`` of the step protocol."""
         for fault in list(self._armed):
             if fault.rank == worker.rank and fault.state == new:
                 self._armed.remove(fault)
                 self.world.later(fault.delay_s, f"now {fault.kind}", partial(self._strike, fault))
 
     def _time_out(self, stopped: SimWorker, generation: Generation) -> None:
-        """Let the votes that wait for a stopped process time out. If none does, the hang detector kills the process."""
+        """Break the votes that have waited for a stopped process for the time limit of a collective.
+
+        After another such time limit the process is killed, as the hang detector would kill it.
+        """
         self.world.later(COLLECTIVE_TIMEOUT_S, "hang", partial(self.world.died, stopped, None, 9))
         for _, worker in sorted(self.world.seated.items()):
             if stopped.alive and worker.machine.generation == generation and worker.machine.state == "voting":
                 self.world.later(self.world.jitter(0.0, 0.01), f"timeout:{worker.rank}", worker.vote_broken)
 
     def _say_stopped(self, worker: SimWorker) -> None:
-        """Report a stopped process through its agent, and repeat the report while the process is stopped."""
+        """Report to the agent of a node which processes are stopped. Repeat the report while ``worker`` is alive."""
         if worker.alive:
             here = [w for _, w in sorted(self.world.seated.items()) if w.node_id == worker.node_id]
             stopped = tuple(w.member_id for w in here if w.alive and w.stopped)

@@ -1,7 +1,7 @@
 """Invariants of a simulated run. The checks read the state of all processes, which no single state machine can see.
 
-A broken invariant raises :class:`Violation` with the name of its check. A mutant of the protocol (a version with a
-planted error) counts as caught when one of these names is raised.
+A broken invariant raises :class:`Violation` with the name of its check. The tests also simulate mutants of the protocol
+(versions with a planted error). Such a mutant counts as caught when a check raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from holdfast.sim.worker import SimWorker
 
 
 class Violation(AssertionError):
-    """The error of a failed check. ``name`` is the name of the check, e.g. ``one_decision_per_generation``."""
+    """The error of a failed check.
+
+    Args:
+        name: name of the check, for example ``one_decision_per_generation``.
+        what: description of what was observed.
+    """
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name}: {what}")
@@ -44,18 +49,18 @@ class CheckedScene(Protocol):
 
 
 class Checks:
-    """The checks of one run and their state."""
+    """The checks of one simulated run, with the observations of the run that they need."""
 
     def __init__(self, scene: CheckedScene) -> None:
         self.scene = scene
         self.planned: set[str] = set()
-        self._written: set[str] = set()  # decisions in the part of the journal that was read
+        self._written: set[str] = set()  # generations with a decision in the journal that was read
         self._read = 0
         self.updated: dict[tuple[Generation, int], set[int]] = {}
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
-        self.promised: int | None = None  # step that the restart under way must open at
+        self.promised: int | None = None  # step at which the sessions of the present restart must open
         self._resumed: tuple[int, ResumeInPlace] | None = (
-            None  # number of the newest event that was checked, and the order to resume
+            None  # (number of the simulated event, order) of the last order to resume that was checked
         )
         self.distrusted = False  # copies of the state differ, so all ranks return to a checkpoint
         self._catalogues: dict[LayoutVersion, Layouts] = {}
@@ -63,7 +68,10 @@ class Checks:
         self.counts = {"forward": 0, "back": 0, "none": 0}
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """Check, after a rank changed its state, that no rank updates a step that another rank has discarded."""
+        """Check, after a rank changed its state, that no rank updates a step that another rank has discarded.
+
+        ``old`` and ``new`` are states of the step protocol.
+        """
         machine = worker.machine
         where = (machine.generation, machine.step)
         if new == "updating" and old != "updating":
@@ -91,7 +99,7 @@ class Checks:
                     raise Violation("one_step_at_a_time", text)
 
     def sealed(self, save: SimSave) -> None:
-        """Check a checkpoint that was sealed: it is complete, of one step, and without flipped bits."""
+        """Check that a sealed checkpoint is complete, holds the state of one step only, and has no flipped bits."""
         written = {shard for share in save.shares.values() for shard in share.shards}
         if written != set(range(self.scene.store.shards)):
             raise Violation("sealed_is_covered", f"{save.directory} has no copy of some shard")
@@ -102,28 +110,31 @@ class Checks:
             raise Violation("sealed_was_compared", f"{save.directory} holds what a flipped bit has done")
 
     def given(self, source: SimWorker) -> None:
-        """Check that ``source``, whose state a newcomer takes, has no flipped bits."""
+        """Check that the state that ``source`` gives to a newcomer has no flipped bits."""
         if source.flipped or source.wrong:
             raise Violation("given_was_compared", f"rank {source.rank} gives what a flipped bit has done")
 
     def loaded(self, rank: int, step: int, applied: int | None) -> None:
-        """Check that a state that a process takes from memory is of the step in its marker."""
+        """Check that a state of ``step``, which a rank loads from memory, contains exactly ``step`` updates.
+
+        ``applied`` is the number of updates in its parameters; None: they belong to no step.
+        """
         if applied != step:
             text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"
             raise Violation("memory_is_one_step", text)
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
-        """Check that all ranks receive the same layouts under one version."""
+        """Check that all ranks receive the same layouts under one layout version."""
         if self._catalogues.setdefault(version, layouts) != layouts:
             raise Violation("one_catalogue_per_version", f"{version} means two sets of layouts")
 
     def plans(self, save_id: SaveId, version: LayoutVersion, has_own: bool) -> None:
-        """Check that all ranks plan a save by the same catalogue.
+        """Check that a rank plans its share of a save by the same catalogue as all other ranks.
 
         Args:
             save_id: id of the save.
             version: version of the layouts that the rank uses.
-            has_own: whether these layouts contain the present layout of the rank.
+            has_own: True if these layouts contain the present layout of the rank.
         """
         first = self._plans.setdefault(save_id, version)
         if first != version or not has_own:
@@ -131,7 +142,7 @@ class Checks:
             raise Violation("saved_by_one_catalogue", text)
 
     def recorded(self, record: LogRecord) -> None:
-        """Check the invariants that concern an event-log record of the controller."""
+        """Check the invariants when the controller has written a record to its event log."""
         if record.kind == "resumed" or (record.kind == "restored" and record.data["steps_lost"]):
             self.scene.replaced = []  # from now on, a rank may be at an earlier step than the replaced processes were
         if record.kind == "planned":
@@ -145,14 +156,17 @@ class Checks:
             self.distrusted = True
 
     def goes_up(self, message: Message) -> None:
-        """Check that a message of an agent to the controller names no spare. A spare has no seat until it is called."""
+        """Check that a message of an agent to the controller names no spare.
+
+        Only its agent knows of a spare, until the spare becomes a worker.
+        """
         seen = message.members if isinstance(message, AgentHello) else ()
         named = [getattr(message, "member_id", 0), *(m.member_id for m in seen)]
         if any(is_spare(member_id) for member_id in named):
             raise Violation("a_spare_is_nobody", f"{type(message).__name__} of {named}")
 
     def sending(self, settle: Settle) -> None:
-        """Check that a decision is in the journal before the controller sends it."""
+        """Check, when the controller sends a decision, that this decision is already in the journal."""
         text = str(settle.generation)
         journal = self.scene.journal
         for record in journal[self._read :]:
@@ -163,15 +177,16 @@ class Checks:
             raise Violation("persist_then_act", f"the decision of {text} was sent before it was written")
 
     def updates(self, worker: SimWorker) -> None:
-        """Check that an update that begins is the next one for the parameters of the rank."""
+        """Check, when a rank begins the update of step k, that its parameters contain exactly k updates."""
         if worker.applied != worker.machine.step:
             text = f"rank {worker.rank} holds step {worker.applied} and updates step {worker.machine.step}"
             raise Violation("updates_what_it_holds", text)
 
     def resuming(self, resume: ResumeInPlace) -> None:
-        """Check, when the job resumes without a restart, that every seat has a rank with the state of the step.
+        """Check, when the job resumes without a restart, that every rank has the state of the step in the order.
 
-        All ranks receive the order in one event, in which no rank changes its state. The check runs once per event.
+        The controller sends the order to all ranks in one simulated event, in which no rank changes its state. The
+        check therefore runs once per event.
         """
         told = msgspec.structs.replace(resume, member_id=EVERYBODY)
         if self._resumed == (self.scene.events, told):
@@ -191,7 +206,11 @@ class Checks:
         return [w.told() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))]
 
     def stood(self, rank: int) -> None:
-        """Refuse a stop for a move that is ended neither by a fence nor by an order of the controller."""
+        """Raise ``Violation``, because a stopped rank has continued only when its time limit passed.
+
+        The controller stops ranks to move some of them to another node. A fence or an order of the controller must end
+        such a stop.
+        """
         raise Violation("no_rank_waits_for_nothing", f"rank {rank} has waited until its time limit")
 
     def _planned(self, record: LogRecord) -> None:
@@ -206,7 +225,8 @@ class Checks:
                     f"rank {worker.rank} is {worker.machine.state} and fenced by {fenced}, not {generation}"
                 )
                 raise Violation("decided_after_all_settled", text)
-        # A rank that answered before its session opened may have reported more since, too late for this decision.
+        # A rank that answered the fence before its session opened may have advanced since then. The decision does not
+        # know of that.
         known = [r for r in self._reports() if record.data["sources"] or not r.alive or r.state == "torn"]
         floors = [f for f in map(committed_floor, known) if f is not None]
         if floors and record.data["step"] != max(floors):
@@ -223,8 +243,8 @@ class Checks:
             self.promised = int(str(record.data["memory_step"]))
         if action in ("restart_checkpoint", "restart_fresh") and step:
             holders = {w.rank for _, w in self.scene.seated.items() if w.alive and self._can_reach(w, step)}
-            # Layouts are kept in the controller and in the agents. If both died, and a rank dies before it repeats its
-            # own layout, that layout is missing. The verdict names it, and the newest checkpoint is used.
+            # The controller and the agents keep the layouts. If both died, and a rank dies before it publishes its own
+            # layout again, that layout is missing. The verdict names it, and the newest checkpoint is used.
             excused = (
                 "layout" in f"{record.data['reason']} {record.data['evidence']}"
                 and len(self.scene.memory_losses) > 1
@@ -236,13 +256,13 @@ class Checks:
             self._forgotten(str(action))
 
     def _forgotten(self, action: str) -> None:
-        """Check a return to a checkpoint or to the start: no newer state may be in the memory of all ranks."""
+        """Check, when the job returns to a checkpoint or to the start, that the memory tier has no newer state."""
         seated = [worker for _, worker in sorted(self.scene.seated.items())]
         kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
         newest = max(set.intersection(*kept), default=-1) if kept else -1
-        # These have not reported their states in memory
+        # These processes have not reported the states that they keep in memory.
         unknown = [w for w in seated if w.alive and not w.opened]
-        trusted = not self.distrusted  # otherwise the states in memory may be wrong, too
+        trusted = not self.distrusted  # False: the states in memory may be wrong
         if (
             newest > self.scene.store.newest_step("")
             and trusted

@@ -1,17 +1,17 @@
 """Bounded exhaustive search: every order of messages, votes and deaths of a few ranks around one step.
 
-Theory. The state is small: the step machines, the vote of each rank, the messages in flight (in order per link), and
-the fence and the decision of the coordinator. The search takes every enabled action from each state and skips states
-that it has seen. The step machine, the decision rule and the staleness test are the real ones. The coordinator is the
-fencing part of ``core.job.recovery`` without timers. A death may be noticed at any later moment. A second death starts
-the recovery again.
+Theory. A state consists of the step machines, the vote of each rank, the messages in flight (in order per link), and
+the fence and decision of the coordinator. The search takes every possible action from each state, and skips states that
+it has already visited. The table of the step machine, the decision rule, and the test for outdated messages are the
+real ones. The coordinator models the fencing part of ``core.job.recovery`` without timers. It may notice a death at any
+later moment. A second death starts the recovery again.
 
 Invariants checked in every state:
 1. No rank updates a step that another rank of the same generation has discarded.
-2. After the decision, every living sound rank can reach the decided step, and no rank is at a later step.
-3. A step that some rank committed is never discarded while a rank that holds it, or can apply it, lives.
+2. After the decision, every living rank that is not torn can reach the decided step, and no rank is at a later step.
+3. A step that a rank committed is never discarded while a living rank has its state or can apply its update.
 4. A decision is made only when every living rank is fenced by the newest generation.
-5. Every path ends with all living ranks at one step (or torn, or all dead).
+5. At the end of every order of events, all living ranks are at one step (or torn, or all ranks are dead).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TABLE: dict[tuple[RankState, StepEvent, bool], RankState] = {
 
 
 class RankNow(NamedTuple):
-    """The state of one rank. ``fence`` is the newest fence that the rank has received; 0: none."""
+    """One rank in a state of the search. ``fence`` is the number of the newest fence that it has received; 0: none."""
 
     state: RankState = "ready"
     step: int = STEP
@@ -46,7 +46,7 @@ class RankNow(NamedTuple):
     passed: bool = False  # the vote completed, and this rank has not received the result yet
 
     def on(self, event: StepEvent) -> RankNow | None:
-        """Return the rank after ``event``, or None if the table of transitions has no such row."""
+        """Return the rank after ``event``, or None if the table of the step machine allows no such event now."""
         target = _TABLE.get((self.state, event, self.fence > 0))
         if target is None:
             return None
@@ -54,7 +54,14 @@ class RankNow(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """A message: a fence or a decision to a rank, or a report from a rank."""
+    """A message between the coordinator and a rank.
+
+    Attributes:
+        kind: ``fence`` (an order to a rank), ``settle`` (the decision, to a rank) or ``settled`` (a rank's report).
+        generation: number of the fence to which the message belongs.
+        state: state of the rank in its report.
+        step: step of the rank in its report, or the decided step.
+    """
 
     kind: str
     generation: int
@@ -63,14 +70,19 @@ class Mail(NamedTuple):
 
 
 class CheckedState(NamedTuple):
-    """One state of the whole system.
+    """One state of all ranks, the coordinator and the messages between them.
 
     Attributes:
         ranks: all ranks.
-        up: for each rank, the queue of messages to the coordinator.
-        down: for each rank, the queue of messages from the coordinator.
-        known: for each rank, True if the coordinator knows its death.
-        reports: for each rank, the report under the present fence.
+        up: for each rank, the queue of its messages to the coordinator.
+        down: for each rank, the queue of messages that the coordinator sent to it.
+        known: for each rank, True if the coordinator knows that the rank is dead.
+        reports: for each rank, its report under the present fence; None: it has not reported.
+        fence: number of the newest fence that the coordinator has sent; 0: none.
+        decided: the decided step; -1: there is no decision yet.
+        deaths: number of ranks that have died.
+        updated: True if a rank has entered the update of ``STEP``.
+        discarded: True if a decision has made a rank discard ``STEP``.
     """
 
     ranks: tuple[RankNow, ...]
@@ -78,15 +90,22 @@ class CheckedState(NamedTuple):
     down: tuple[tuple[Mail, ...], ...]
     known: tuple[bool, ...]
     reports: tuple[Mail | None, ...]
-    fence: int = 0  # the newest fence that was sent
+    fence: int = 0
     decided: int = -1
     deaths: int = 0
-    updated: bool = False  # a rank has entered UPDATING(STEP)
-    discarded: bool = False  # a rank has discarded STEP by a decision
+    updated: bool = False
+    discarded: bool = False
 
 
 class SearchResult(NamedTuple):
-    """The result of a search: counts of states, ends, and decisions that moved ranks in doubt forward or back."""
+    """The result of a search.
+
+    Attributes:
+        states: number of visited states.
+        ends: number of states in which no further action is possible.
+        forward: number of decisions that make ranks in doubt apply the update.
+        back: number of decisions that make ranks in doubt discard the update.
+    """
 
     states: int
     ends: int
@@ -95,10 +114,15 @@ class SearchResult(NamedTuple):
 
 
 def search(ranks: int = 3, deaths: int = 1, states_max: int = 2_000_000) -> SearchResult:
-    """Visit every reachable state.
+    """Visit every reachable state of a job around one step.
+
+    Args:
+        ranks: number of ranks.
+        deaths: largest number of ranks that die in one order of events.
+        states_max: largest number of states to visit.
 
     Raises:
-        Violation: an invariant is broken; its text holds the state.
+        Violation: an invariant is broken (the text contains the state), or there are more states than ``states_max``.
     """
     empty: tuple[tuple[Mail, ...], ...] = ((),) * ranks
     first = CheckedState((RankNow(),) * ranks, empty, empty, (False,) * ranks, (None,) * ranks)
@@ -168,7 +192,11 @@ def _put(boxes: tuple[tuple[Mail, ...], ...], i: int, mail: Mail) -> tuple[tuple
 
 
 def _moved(state: CheckedState, i: int, rank: RankNow | None) -> CheckedState:
-    """Return the state in which rank ``i`` is ``rank``. If that settles it under a fence, its report is queued."""
+    """Return ``state`` with rank ``i`` replaced by ``rank``.
+
+    If the rank is fenced and has settled, its report to the coordinator is also queued. A ``rank`` of None raises
+    ``Violation``: the table of the step machine has no row for the event.
+    """
     if rank is None:
         raise Violation("table_has_the_row", f"rank {i} in {state}")
     after = _with_rank(state, i, rank)

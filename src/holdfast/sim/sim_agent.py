@@ -1,4 +1,4 @@
-"""A simulated agent process: the real state machine of an agent and its timers."""
+"""A simulated agent process: the real state machine of an agent, and the timers that it has set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.core.ids import NodeId
 
 
 class SimAgent:
-    """The state machine of an agent with its timers. ``alive`` is False after the death of the process."""
+    """A simulated agent process. ``alive`` becomes False when the process dies."""
 
     def __init__(self, node_id: NodeId, slots: int, spares: int, world_size: int, pid: int = 1) -> None:
         self.node_id = node_id

@@ -1,7 +1,8 @@
-"""Layouts of simulated ranks, and their agreement by the real ``core.worker.layout_agreement``.
+"""Layouts of simulated ranks, and the agreement on them by the real ``core.worker.layout_agreement``.
 
-There are only a few different layouts, so a rank often returns to an earlier one. The layout of each rank changes at
-random commits, independently of the others. A newcomer may have another layout than the process that it replaces.
+There are only a few different layouts, so a rank often returns to an earlier layout. The layout of each rank changes at
+random committed steps, independently of the other ranks. A newcomer may have another layout than the process that it
+replaces.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from holdfast.sim.sim_store import SimStore
 
 CATALOGUE_TIMEOUT_S = 15.0
 CONTENTS = 3
-CHANGES = 0.5  # per step, of all ranks together
+CHANGES = 0.5  # expected number of changed layouts per step, of all ranks together
 NEWCOMERS_THAT_DIFFER = 0.3
-FLIPPED = 100_003  # more than there are ranks: no sum of flipped copies, with their factors, is zero
+FLIPPED = 100_003  # larger than any number of ranks, so that no sum of digests with a flipped copy is zero
 
 
 @cache
 def _text(ranks: range) -> str:
-    """Return ``ranks`` as text. Cached, because thousands of ranks need the same text."""
+    """Return a range of ranks as text. The text is cached, because thousands of ranks need the same one."""
     return ranks_text(ranks)
 
 
@@ -46,7 +47,10 @@ class LayoutOwner(Protocol):
 
 
 class LayoutScene(Protocol):
-    """The interface of the simulated world that layouts use. ``whims`` is a generator for changes of layouts only."""
+    """The interface of the simulated world that layouts use.
+
+    ``whims`` is a random generator that is used for changes of layouts and for nothing else.
+    """
 
     world_size: int
     store: SimStore
@@ -61,9 +65,9 @@ class SimLayouts:
     """The layout of one process, and its knowledge of the layouts of the other ranks.
 
     Attributes:
-        agreement: the machine of ``core.worker.layout_agreement``.
-        have: the newest version whose catalogue has arrived.
-        pause: the machine of ``core.worker.pause``.
+        agreement: the state machine that agrees with the other ranks on layouts.
+        have: the newest version of the layouts whose catalogue has arrived.
+        pause: the state machine of a stop of all ranks between two steps, for a move of ranks between nodes.
     """
 
     def __init__(self, owner: LayoutOwner, world: LayoutScene) -> None:
@@ -71,18 +75,18 @@ class SimLayouts:
         self.have = NO_VERSION
         self.pause = PauseMachine()
         self._stops_in = NO_GENERATION
-        self._go_on: Callable[[], None] | None = None  # ends the wait of this rank
+        self._go_on: Callable[[], None] | None = None  # continues this rank after a stop
         self._own = b"0"
         self._layouts = Layouts((), {})
         self._owner = owner
         self._world = world
 
     def look(self) -> None:
-        """Publish the layout of this rank if it differs from the published one."""
+        """Publish the layout of this rank if it differs from the layout that the rank last published."""
         self._tell(self.agreement.note(Layout(self._own, b""), self._owner.machine.generation))
 
     def drift(self) -> None:
-        """Change the layout at random after a step, as if the state had other tensors. Publish a change."""
+        """Change the layout of this rank at random, as if its state had other tensors, and publish a change."""
         if self._world.whims.random() < CHANGES / self._world.world_size:
             self._change()
         self.look()
@@ -91,7 +95,10 @@ class SimLayouts:
         self._own = b"%d" % self._world.whims.randrange(CONTENTS)
 
     def inherit(self, order: Receive) -> None:
-        """Take over the layouts from the order that gave a newcomer its state. Publish its layout if required."""
+        """Take over the layouts of all ranks from ``order``, which makes a newcomer receive its state.
+
+        The newcomer publishes its layout if the agreement requires that.
+        """
         mine = order.layouts.by_rank()[self._owner.rank]
         if order.version != NO_VERSION:
             self._take(order.version, order.layouts)
@@ -101,20 +108,27 @@ class SimLayouts:
             self._change()
 
     def ballot(self, said: Ballot) -> Ballot:
-        """Return the ballot of the next vote: ``said`` with the fields of the layout agreement."""
+        """Return the ballot of the next vote: a copy of ``said`` with the fields of the layout agreement filled in."""
         return self.agreement.ballot(said, self._owner.machine.generation, self.have)
 
     def read(self, tally: Tally) -> None:
-        """Read the tally of the last vote, and publish the layout if the tally requires it."""
+        """Read the tally of the last vote, and publish this rank's layout if the tally requires that."""
         self._stops_in = self._owner.machine.generation if tally.hold else NO_GENERATION
         self._tell(self.agreement.read(tally))
 
     def stop(
         self, later: Callable[[float, str, Callable[[], None]], None], go_on: Callable[[], None]
     ) -> bool:
-        """Stop this rank if the last vote ordered all ranks to stop, until a fence or ``HoldOver``, at most ``HOLD_S``.
+        """Stop this rank if the last vote ordered all ranks to stop.
 
-        Return False if the vote ordered no stop, or if the stop is over.
+        The stop ends with a fence or the message ``HoldOver``, at the latest after ``HOLD_S`` virtual seconds.
+
+        Args:
+            later: schedules an action: (delay in virtual seconds, label, action).
+            go_on: called at the end of the stop, if no fence has ended it.
+
+        Returns:
+            True if the rank has stopped; False if the vote ordered no stop, or if that stop is already over.
         """
         here, self._stops_in, self._go_on = self._stops_in, NO_GENERATION, None
         owner = self._owner
@@ -135,7 +149,7 @@ class SimLayouts:
         return True
 
     def stop_over(self, message: HoldOver) -> None:
-        """End the stop that the controller names, also if this rank has not reached it."""
+        """End the stop that the message of the controller names. This rank need not have reached that stop yet."""
         owner = self._owner
         self.pause.handle(message)
         machine = owner.machine
@@ -148,7 +162,7 @@ class SimLayouts:
             go_on()
 
     def catalogued(self, message: Catalogued) -> None:
-        """Take over the layouts of all ranks from the controller."""
+        """Take over the layouts of all ranks from a message of the controller."""
         self._take(message.version, message.layouts)
 
     def _take(self, version: LayoutVersion, layouts: Layouts) -> None:
@@ -157,7 +171,7 @@ class SimLayouts:
             self.have, self._layouts = version, layouts
 
     def plan(self, save_id: SaveId) -> None:
-        """Plan a save by the newest layouts that this rank has, and check the plan."""
+        """Check that this rank may plan a save by the newest layouts that it has received."""
         has_own = self._layouts.ranks.get(str(self._owner.rank), (b"", 0))[0] == self._own
         self._world.plans(save_id, self.have, has_own)
 
@@ -167,16 +181,25 @@ class SimLayouts:
         return range(self._owner.rank % shards, self._world.world_size, shards)
 
     def digest(self, differs: bool) -> int:
-        """Return the digest of this rank's copy times the rank's factor. The sum over equal copies is zero."""
+        """Return the digest of this rank's copy of its box (with a flipped bit if ``differs``), times a factor.
+
+        The factors of the ranks make the sum over equal copies zero.
+        """
         sharers = self._sharers()
         return self._content(differs) * (1 - len(sharers) if self._owner.rank == sharers[0] else 1)
 
     def copy(self, differs: bool) -> CopyDigest:
-        """Return the digest of this rank's copy, as the rank reports it on request."""
+        """Return the digest of this rank's copy of its box, in the form of a report to the controller.
+
+        ``differs`` is True if this copy has a flipped bit.
+        """
         return CopyDigest(_text(self._sharers()), "w", self._content(differs))
 
     def tell_difference(self, differs: bool) -> None:
-        """Report the digest of this rank's copy, after a vote has found that copies differ."""
+        """Report the digest of this rank's copy of its box, after a vote has found that copies differ.
+
+        ``differs`` is True if this copy has a flipped bit.
+        """
         owner = self._owner
         owner.send(
             CopiesDiffer(
@@ -188,7 +211,7 @@ class SimLayouts:
         )
 
     def _content(self, differs: bool) -> int:
-        """Return the digest of this rank's content. Flipped copies on two ranks have different digests."""
+        """Return the digest of this rank's copy of its box. Two ranks with flipped copies have different digests."""
         return 7 + differs * (1 + FLIPPED * (self._owner.rank + 1) ** 2)
 
     def _tell(self, telling: LayoutAnnouncement | None) -> None:

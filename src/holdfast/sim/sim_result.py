@@ -8,10 +8,17 @@ from holdfast.core.protocol.messages import LogRecord
 
 
 class SimResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one run.
+    """The outcome of one simulated run.
 
-    ``forward`` and ``back`` count decisions that moved ranks in doubt to the step after, or back to the step before,
-    the update. ``coverage`` counts the faults by kind and phase of the job.
+    Attributes:
+        step: the step at which the run ended; -1: the event log does not name it.
+        digest: digest of all events, equal for equal runs.
+        time_s: virtual seconds of the run.
+        forward: number of decisions after which ranks in doubt apply the update.
+        back: number of decisions after which ranks in doubt discard the update.
+        recovered: number of recoveries.
+        spares_called: number of spares that became workers.
+        coverage: number of faults by (kind, phase of the job).
     """
 
     code: int

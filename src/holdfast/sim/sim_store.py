@@ -1,6 +1,6 @@
 """Simulated checkpoint store: shares and sealed checkpoints.
 
-A share records the step that its parameters really had when they were written.
+A share records the step that its parameters really had when the rank copied them for the save.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class SimShare(msgspec.Struct, frozen=True):
     """The share of a checkpoint that one rank wrote.
 
     Attributes:
-        rank: the rank.
-        shards: numbers of the shards.
-        step: step of the rank's parameters; None: the rank was in the middle of an update.
-        wrong: a flipped bit has changed the parameters, directly or through the gradients.
+        rank: the rank that wrote the share.
+        shards: numbers of the boxes in the share; may be empty.
+        step: step of the rank's parameters; None: they belonged to no step, for example during an update.
+        wrong: True if a flipped bit has changed the parameters, directly or through gradients.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class SimShare(msgspec.Struct, frozen=True):
 
 
 class SimSave:
-    """One checkpoint directory and the shares in it."""
+    """One checkpoint directory: its step, the ranks that write to it, and the shares in it."""
 
     def __init__(self, directory: str, step: int, sources: Sequence[int]) -> None:
         self.directory = directory
@@ -41,7 +41,7 @@ class SimSave:
 
 
 class SimStore:
-    """All checkpoint directories. Rank r holds shard ``r % shards``; a shard is one box."""
+    """All checkpoint directories of a run. In this model a shard is one box, and rank r holds shard ``r % shards``."""
 
     def __init__(self, shards: int, on_seal: Callable[[SimSave], None]) -> None:
         self.shards = shards
@@ -51,12 +51,18 @@ class SimStore:
         self._on_seal = on_seal
 
     def uncovered(self, layouts: Layouts, sources: tuple[int, ...]) -> str:
-        """Return the reason why ``sources`` do not cover every shard, or an empty text. The controller calls this."""
+        """Return the reason why the ranks ``sources`` do not hold every shard; empty: they hold every shard.
+
+        The controller calls this function. ``layouts`` is not used here.
+        """
         missing = sorted(set(range(self.shards)) - {rank % self.shards for rank in sources})
         return f"no living holder of shard(s) {missing}" if missing else ""
 
     def share_of(self, rank: int, sources: Sequence[int]) -> tuple[int, ...]:
-        """Return the shards that ``rank`` writes. The lowest rank in ``sources`` that holds a shard writes it."""
+        """Return the shards that ``rank`` writes in a save by the ranks ``sources``.
+
+        The lowest rank in ``sources`` that holds a shard writes that shard.
+        """
         shard = rank % self.shards
         if sources is not self._sources:
             self._sources = sources
@@ -66,7 +72,11 @@ class SimStore:
         return (shard,) if self._first[shard] == rank else ()
 
     def write(self, directory: str, step: int, sources: Sequence[int], share: SimShare) -> bool:
-        """Record a share that is durable, and seal the checkpoint if it is complete. Return True if it is sealed."""
+        """Add a durable share to a checkpoint, and seal the checkpoint if it is now complete.
+
+        Returns:
+            True if the checkpoint is sealed.
+        """
         save = self.saves.setdefault(directory, SimSave(directory, step, sources))
         save.shares[share.rank] = share
         save.written.update(share.shards)
@@ -76,13 +86,14 @@ class SimStore:
         return save.sealed
 
     def is_complete(self, save: SimSave) -> bool:
-        """Return True if every shard is written."""
+        """Return True if every shard of the checkpoint is written."""
         return len(save.written) == self.shards
 
     def newest_step(self, preferred: str) -> int:
         """Return the step at which a new session resumes.
 
-        It is the step of the directory ``preferred`` if that is sealed, otherwise the newest sealed step, otherwise 0.
+        The checkpoint in the directory ``preferred`` is used if it is sealed, otherwise the newest sealed checkpoint.
+        Without any sealed checkpoint the step is 0.
         """
         save = self.saves.get(preferred)
         if save is not None and save.sealed:

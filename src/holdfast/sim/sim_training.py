@@ -1,7 +1,8 @@
-"""The training loop of a simulated process: its script, its steps and its saves, with the real state machines.
+"""The training loop of a simulated process: its script, its steps and its saves.
 
-The script also runs code outside the steps, before and after some blocks, which takes time. The effect of the code
-after a block belongs to the state: until this code is done, the parameters are those of no step (``applied`` is None).
+The state machines of the step and of the script are the real ones. Before and after some blocks the simulated script
+runs other code, which takes time. The code after a block also changes the state. Until this code has ended, the
+parameters belong to no step, and ``applied`` is None.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COMPUTE_S = 0.1
 UPDATE_S = 0.01
 SCRIPT_S = 0.03
 SCRIPT_CHANCE = 0.2
-"""Probability of code before a block, and probability of code after a block."""
+"""Probability that the script runs other code before a block. The probability after a block is equal."""
 SAVE_EVERY = 5
 VERIFY_EVERY = 4
 
@@ -55,12 +56,13 @@ class SimTraining(ABC):
     """The training loop of one process.
 
     Attributes:
-        applied: number of updates in the parameters; None while an update, or the code after its block, is not done.
-        flipped: a bit of this rank's copy has flipped.
-        wrong: a flipped bit of any rank was in the gradients that this rank applied.
-        alive, stopped: the process is alive, or is stopped by a signal.
-        comparing: this rank waits for a vote between two steps.
-        busy: code outside the steps runs, or groups are built: the script does not wait for an order.
+        applied: number of updates in the parameters; None during an update and during the code after its block.
+        flipped: a bit of this rank's copy of the state has flipped.
+        wrong: this rank applied gradients that a flipped bit of some rank had changed.
+        alive: the process has not died.
+        stopped: a signal has stopped the process (SIGSTOP).
+        comparing: this rank waits for the result of a vote between two steps.
+        busy: the script runs code outside of a block, or builds process groups, and so waits for no order.
     """
 
     def __init__(
@@ -76,11 +78,12 @@ class SimTraining(ABC):
         self.applied: int | None = 0
         self.flipped = self.wrong = self.comparing = self.busy = False
         self.save_error = False
-        self.flipped_at = 0  # the turn in which a flipped bit is compared
+        # The vote of step s compares the flipped bit only if s % VERIFY_EVERY has this value.
+        self.flipped_at = 0
         self.exit_source = ""
         self.holding = SimLayouts(self, world)
         self.tally: Tally | None = None
-        self.wants: LayoutVersion | None = None  # waits for the catalogue of this version
+        self.wants: LayoutVersion | None = None  # this rank waits for the catalogue of this version
         self._agreed = (worker.steps.generation, -1)
         self._asking = False  # the open vote is the first vote of a comparison, which is about layouts
         self._next: Callable[[], None] = lambda: None  # called after the comparison of the copies
@@ -90,12 +93,12 @@ class SimTraining(ABC):
 
     @property
     def runs(self) -> bool:
-        """True if the process lives, and is not stopped."""
+        """True if the process is alive and no signal has stopped it."""
         return self.alive and not self.stopped
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Send a message to the agent."""
+        """Send a message to the agent of this process."""
 
     @abstractmethod
     def glitch(self) -> None:
@@ -103,14 +106,14 @@ class SimTraining(ABC):
 
     @abstractmethod
     def updates(self) -> None:
-        """Check the invariants when an update begins."""
+        """Check the invariants of the simulation when this rank begins an update."""
 
     @abstractmethod
     def report(self, event: Message) -> None:
-        """Pass an event to the worker's state machine, and execute the returned commands."""
+        """Pass an event to the state machine of the worker, and execute the commands that it returns."""
 
     def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None:
-        """Call ``action`` after ``delay_s``, if the process runs then."""
+        """Call ``action`` after ``delay_s`` virtual seconds, unless the process is then dead or stopped."""
 
         def run() -> None:
             if self.runs:
@@ -119,18 +122,21 @@ class SimTraining(ABC):
         self.world.later_on(self.node_id, delay_s, f"{label}:{self.rank}", run)
 
     def advanced(self, event: ScriptEvent | None = None) -> None:
-        """Report to the worker's state machine that the step or the script has advanced, if the rank is fenced."""
+        """Report to the state machine of a fenced worker that its script or its step has advanced.
+
+        ``event`` is the event of the script; None: only the step has advanced.
+        """
         if self.machine.fenced is not None:
             self.report(ADVANCED if event is None else Advanced(event))
 
     def move(self, *events: ScriptEvent) -> None:
-        """Apply events of the script to its position."""
+        """Update the recorded position of the script by ``events``, in their order."""
         for event in events:
             self.script.handle(event)
         self.advanced(events[-1])
 
     def fault_seen(self, what: str) -> None:
-        """Report a collective that broke."""
+        """Report to the agent that a collective broke (``what``). A fenced rank reports nothing."""
         here = self.machine
         if here.fenced is None:
             self.send(
@@ -140,7 +146,7 @@ class SimTraining(ABC):
     # ---------------------------------------------------------------- steps
 
     def open_at(self, step: int) -> None:
-        """Open the session at ``step``."""
+        """Open the session of this process with the state of ``step``, and report that to the agent."""
         self.move(ScriptEvent.LOOP_OPENED, ScriptEvent.RETURNED)
         self.script.allow_rewind(step)
         self.applied = step
@@ -157,7 +163,7 @@ class SimTraining(ABC):
         self.advanced()
 
     def next_step(self) -> None:
-        """Begin the next step, or leave the loop after the last one. A fenced rank waits instead of a step."""
+        """Begin the next step, or leave the loop after the last step. A fenced rank begins no step."""
         if self.machine.state != "ready" or self.holding.stop(self.later, self.next_step):
             return
         if self.machine.step >= self.world.until:
@@ -167,7 +173,7 @@ class SimTraining(ABC):
             self._run_script("before", self._begin)
 
     def _run_script(self, where: str, then: Callable[[], None]) -> None:
-        """With ``SCRIPT_CHANCE``, let the script run other code for a while before ``then``."""
+        """Call ``then``. With probability ``SCRIPT_CHANCE`` the script first runs other code for a while."""
         self.busy = self.world.jitter(0.0, 1.0) < SCRIPT_CHANCE
 
         def ended() -> None:
@@ -180,7 +186,7 @@ class SimTraining(ABC):
             ended()
 
     def wait(self) -> None:
-        """Follow the order to continue, if it has come and the script waits for it."""
+        """Resume training if the order to resume has arrived and the script is ready for an order."""
         if self.worker.resume is not None and not self.busy:
             self.report(WAIT_REACHED)
 
@@ -219,7 +225,7 @@ class SimTraining(ABC):
         self.world.collectives.vote(self, self.holding.ballot(ballot), self.holding.agreement.vote.vote)
 
     def vote_result(self, tally: Tally) -> None:
-        """Handle the tally of a step's vote that completed on this rank."""
+        """Handle the tally of a vote on a step, when the vote completes on this rank."""
         if not self.runs or self.machine.state != "voting":
             return
         self.tally = tally
@@ -236,7 +242,7 @@ class SimTraining(ABC):
         self.wait()
 
     def vote_broken(self) -> None:
-        """Handle a vote that broke on this rank."""
+        """Handle the failure of the all-reduce of a vote on this rank."""
         if self.runs and self.machine.state == "voting":
             self.tally = None
             self.machine.vote_broken()
@@ -247,7 +253,7 @@ class SimTraining(ABC):
             self.fault_seen("the comparison broke")
 
     def update(self) -> None:
-        """Apply the update of the step."""
+        """Begin the update of the present step. It ends after about ``UPDATE_S`` virtual seconds."""
         self.updates()
         self.applied = None
         step = self.machine.step
@@ -311,7 +317,7 @@ class SimTraining(ABC):
         self._compare(leave)
 
     def _compare(self, then: Callable[[], None]) -> None:
-        """Agree with all ranks on their layouts, and compare all copies. Then call ``then``."""
+        """Agree with all ranks on their layouts, and compare all copies of the state. Then call ``then``."""
         self._next, self._asking = then, True
         self._between(0, 0)
 
@@ -320,7 +326,7 @@ class SimTraining(ABC):
         self._cast(Ballot(step=self.machine.step, between=True, plan=plan, digest=digest))
 
     def compared(self, tally: Tally) -> None:
-        """Handle the tally of a vote between two steps that completed on this rank."""
+        """Handle the tally of a vote between two steps, when the vote completes on this rank."""
         if not self.runs or not self.comparing:
             return
         self.comparing = False
@@ -340,9 +346,11 @@ class SimTraining(ABC):
             self._next()
 
     def came(self, version: LayoutVersion, *, late: bool = False) -> None:
-        """Cast the next vote if the awaited catalogue has come, or if its time limit is over (``late``).
+        """Cast the next vote if the catalogue that this rank waits for has arrived, or if its time limit has passed.
 
-        After the limit the ballot reports that the catalogue did not come.
+        Args:
+            version: version of the layouts in the catalogue.
+            late: True if the time limit has passed. The ballot then reports that the catalogue did not arrive.
         """
         if self.wants == version and (late or self.holding.have >= version):
             self._between(1, self.holding.digest(self.flipped))
@@ -369,7 +377,10 @@ class SimTraining(ABC):
     def write(
         self, save_id: SaveId, sources: tuple[int, ...], label: str, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Copy this rank's share now, and write the copy later. Then call ``then``."""
+        """Copy this rank's share of a save now, and write the copy later. After the write, call ``then``.
+
+        ``sources`` are all ranks that take part in the save.
+        """
         shards = self.world.store.share_of(self.rank, sources)
         share = SimShare(self.rank, shards, self.applied, self.flipped or self.wrong)
 

@@ -1,4 +1,4 @@
-"""Simulated spares: processes that wait until they are called and become workers."""
+"""Simulated spares: processes that wait until their agent calls them, which means that they become workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Home(Protocol):
 
 
 class SimSpare:
-    """The process of one spare. ``called`` is True after it has become a worker."""
+    """The process of one spare. ``called`` is True after the process has become a worker."""
 
     def __init__(self, node_id: NodeId, order: BuildSpare) -> None:
         self.node_id = node_id
@@ -44,7 +44,7 @@ class SimSpare:
 
 
 class SimSpares:
-    """The spares of all nodes. It executes the orders of ``core/job/spares.py``, as the agents' drivers do."""
+    """The spares of all nodes. It executes the orders about spares that agents give (``core/job/spares.py``)."""
 
     def __init__(self, world: Home) -> None:
         self.world = world
@@ -52,7 +52,7 @@ class SimSpares:
         self._all: dict[MemberId, SimSpare] = {}
 
     def carry_out(self, node_id: NodeId, message: Message) -> bool:
-        """Carry out an order to the driver of a node. Return False if the order is not about a spare."""
+        """Execute an order that the agent of a node gives. Return False if the order is not about a spare."""
         if isinstance(message, BuildSpare):
             self._build(node_id, message)
         elif isinstance(message, CallSpare):
@@ -64,7 +64,7 @@ class SimSpares:
         return True
 
     def kill_one(self, node_id: NodeId) -> None:
-        """Kill the living, uncalled spare of a node that has the lowest member id (a fault)."""
+        """Simulate the death of a spare of a node: of the spare with the lowest member id that is not yet a worker."""
         living = [
             s for _, s in sorted(self._all.items()) if s.alive and not s.called and s.node_id == node_id
         ]
@@ -72,7 +72,7 @@ class SimSpares:
             self._die(living[0])
 
     def agent_died(self, node_id: NodeId) -> None:
-        """End the uncalled spares of an agent that died. No exit is reported."""
+        """End the spares of a node whose agent died, except those that are workers now. No exit is reported."""
         for spare in self._all.values():
             if spare.node_id == node_id and not spare.called:
                 spare.alive = False
@@ -89,7 +89,7 @@ class SimSpares:
             return speak
 
         self.world.later(0.01, "spare starts", say(MemberStarted(member_id=who, node_id=node_id, pid=1)))
-        # A wrong script in a spare might send these messages. They must never reach the controller.
+        # A faulty script in a spare might send these messages. They must never reach the controller.
         noise = (
             SessionOpened(member_id=who, generation=generation, step=0, root="/elsewhere", live=True),
             StepReached(member_id=who, generation=generation, step=99),

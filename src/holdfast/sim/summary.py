@@ -19,7 +19,17 @@ HOSTS_EVERY = 4
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The summary of a batch of runs. Each of ``violations`` reads "seed N: check: what"; none is expected."""
+    """The summary of a batch of simulated runs.
+
+    Attributes:
+        runs: number of seeds.
+        virtual_s: sum of the virtual seconds of all runs.
+        in_doubt_forward: number of decisions after which ranks in doubt apply the update.
+        in_doubt_back: number of decisions after which ranks in doubt discard the update.
+        searched_states: number of states that the exhaustive search of one step has visited.
+        election_states: number of states that the exhaustive search of elections has visited.
+        violations: broken invariants, each as "seed N: check: description". A correct protocol has none.
+    """
 
     runs: int
     events: int
@@ -33,16 +43,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def faults_of(ranks: int, seed: int) -> tuple[SimFault, ...]:
-    """Return one to four random faults. The same seed gives the same faults."""
+    """Return one to four random faults for a run of ``ranks`` ranks. The same seed gives the same faults."""
     rng = random.Random(seed)
     return random_faults(rng, ranks, HORIZON_S, rng.randint(1, FAULTS_MAX))
 
 
 def summarize(ranks: int, seeds: range) -> Summary:
-    """Simulate one run per seed, and return a summary.
+    """Simulate one run of ``ranks`` ranks per seed, and return a summary.
 
-    Each run has one to four random faults. Every fourth seed is also simulated on several hosts. One step and two
-    elections are searched exhaustively.
+    Each run has one to four random faults. For every fourth seed a run on several hosts is also simulated. The orders
+    of events around one step and in two elections are searched exhaustively.
     """
     events = recoveries = forward = back = states = elections = 0
     virtual_s = 0.0

@@ -1,4 +1,4 @@
-"""A simulated training process: the real state machine of a worker, and a simulated shell for its commands."""
+"""A simulated training process: the real state machine of a worker, and a simulated execution of its commands."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class SimWorker(SimTraining):
         machine = WorkerMachine(seat.member_id, order.generation, joining=order.join, observe=self._observe)
         super().__init__(world, node_id, seat, machine)
         self.opened = False
-        self._vouching = False  # the state of a decision was compared, and is saved or given to replacements
+        # This rank's state was compared with the other copies, and is now saved or transferred.
+        self._vouching = False
         self.repeated: dict[type[Message], Message] = {}
         self.queued: list[Message] = []
         self._resume = order.resume
@@ -95,19 +96,22 @@ class SimWorker(SimTraining):
     # ---------------------------------------------------------------- process
 
     def start(self) -> None:
-        """Start the process: send the hello, then open the session after the time for imports."""
+        """Start the process: send the hello at once, and open the session after the time that imports take."""
         self.hello()
         self.later(self.world.jitter(0.02, 0.06), "open", self._ask if self.script.joining else self._open)
 
     def told(self) -> RankReport:
-        """Return the position of this rank: its answer to the newest fence, or otherwise the content of its page."""
+        """Return the step and state of this rank, as the controller can know them.
+
+        They come from the rank's answer to the newest fence. Without an answer they come from its status page.
+        """
         told = self._told
         if self.alive and told is not None and told.generation == self.machine.fenced:
             return RankReport(self.rank, told.state, told.step, True)
         return RankReport(self.rank, self.machine.state, self.machine.step, self.alive)
 
     def hello(self) -> None:
-        """Send id and position of this process to the agent, at the start or after a reconnection."""
+        """Send the member id, rank and step of this process to its agent, at the start or after a reconnection."""
         self.send(
             WorkerHello(
                 member_id=self.member_id,
@@ -120,15 +124,15 @@ class SimWorker(SimTraining):
         )
 
     def send(self, message: Message) -> None:
-        """Send a message to the agent."""
+        """Send a message to the agent of this process."""
         self.world.uplink(self, message)
 
     def updates(self) -> None:
-        """Check the invariants when an update begins."""
+        """Check the invariants of the simulation when this rank begins an update."""
         self.world.updates(self)
 
     def fail(self, what: str) -> None:
-        """Let user code raise an exception. The process exits a little later."""
+        """Simulate an exception in user code with the text ``what``. The process exits a little later."""
         if not self.runs:
             return
         step = self.machine.step
@@ -147,10 +151,10 @@ class SimWorker(SimTraining):
         self.later(0.03, "exit", lambda: self.world.died(self, 1, None))
 
     def flip(self) -> None:
-        """Flip a bit of this rank's copy of the state, if a comparison can find the flip.
+        """Flip a bit of this rank's copy of the state, unless no comparison of copies could find the flip.
 
-        No comparison can find it if this rank alone holds the copy, or between a comparison and the use of the state
-        that follows at once.
+        A comparison cannot find a flip if no other rank holds the same box. It also cannot find a flip that happens
+        after the comparison and before the compared state is saved or transferred.
         """
         compared = self.comparing or self._vouching
         if self.opened and not compared and len(self.world.holders(self.rank)) > 1:
@@ -158,7 +162,7 @@ class SimWorker(SimTraining):
             self.flipped_at = int(self.world.jitter(0, VERIFY_EVERY))
 
     def glitch(self) -> None:
-        """Break a collective of this rank. In an update this is a collective of user code, and the update is torn."""
+        """Break a collective of this rank. A collective that breaks during an update leaves the update torn."""
         if not self.runs or self.machine.fenced is not None:
             return
         if self.machine.state in ("compute", "updating"):
@@ -177,7 +181,7 @@ class SimWorker(SimTraining):
         step, memory = self.world.store.newest_step(self._resume), self.world.memory
         if self._resume.startswith(MEMORY):
             wanted = int(self._resume.removeprefix(MEMORY))
-            if all(memory.verify(rank, wanted) for rank in self.world.everyone):  # what the ranks agree on
+            if all(memory.verify(rank, wanted) for rank in self.world.everyone):  # every rank has this state
                 step = wanted
                 memory.load(self.rank, step)
         self._open_session(step)
@@ -193,7 +197,7 @@ class SimWorker(SimTraining):
         self.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
 
     def _receive(self, order: Receive) -> None:
-        """Take the shard of this newcomer from a source that holds it, rehearse, and join."""
+        """Receive the state of this newcomer from a rank that holds its box, rehearse, and ask to join the job."""
         if self.opened or not self.script.joining:
             return
         shards, memory = self.world.store.shards, self.world.memory
@@ -202,7 +206,7 @@ class SimWorker(SimTraining):
         if not memory.sound(self.rank, order):
             self._refuse(order.generation, order.step)
             return
-        if not (order.kept or order.replays or found):  # every holder has died since
+        if not (order.kept or order.replays or found):  # every holder has died since the order was sent
             self.later(0.01, "exit", lambda: self.world.died(self, 1, None))
             return
         applied = memory.take(self.rank, order) if order.kept or order.replays else found[0]
@@ -220,7 +224,7 @@ class SimWorker(SimTraining):
     # ---------------------------------------------------------------- control plane
 
     def receive(self, message: Message) -> None:
-        """Handle one message of the control plane."""
+        """Handle one message from the agent. A message of an older generation is ignored."""
         generation = getattr(message, "generation", self._newest)
         if not self.runs or generation < self._newest:
             return
@@ -247,7 +251,7 @@ class SimWorker(SimTraining):
                 self.exit_source = "" if message.cancel else message.source
 
     def report(self, event: Message) -> None:
-        """Pass an event to the worker's state machine, and execute the returned commands."""
+        """Pass an event to the state machine of the worker, and execute the commands that it returns."""
         for command in self.worker.handle(self.world.clock(self.node_id), event):
             self._execute(command)
 

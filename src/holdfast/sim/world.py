@@ -1,8 +1,8 @@
 """A whole run on a virtual clock: the real state machines of controller and agents, and simulated workers.
 
-Every effect is an entry of one heap, ordered by (time, number). All randomness comes from one seed. A run is therefore
-a function of (ranks, seed, faults), which its digest confirms. The journal survives the controller. The workers survive
-their agent.
+Every future event is an entry of one heap, ordered by (time, number). All randomness comes from one seed. Equal
+(ranks, seed, faults) therefore give equal runs, and a digest of all events confirms that. The journal survives the
+death of the controller. The workers survive the death of their agent.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ EVENTS_MAX = 5_000_000
 
 
 class World:
-    """One simulated run. See the module.
+    """One simulated run: its clock, processes, checkpoint store, faults and checks.
 
     Args:
-        ranks: world size; up to 8 ranks run on one node, up to ``FEW_RANKS`` on two.
+        ranks: world size. Up to 8 ranks run on one node, up to ``FEW_RANKS`` on two nodes, more on nodes of 8 ranks.
         until: number of steps of the run.
         shards: number of distinct boxes; rank r holds box ``r % shards``.
-        memory: number of steps between two states that each rank keeps in memory; 0: none.
+        memory: number of steps between two states that each rank keeps in memory; 0: no rank keeps any.
     """
 
     controller_type = Controller
@@ -90,7 +90,7 @@ class World:
         self.until = until
         self.rng = random.Random(seed)
         self.whims = random.Random(seed)
-        # Both answers to a fault are simulated.
+        # Some seeds simulate the answer "restart" to every fault, the other seeds the automatic choice.
         self.on_fault: Literal["auto", "restart"] = "restart" if seed % 4 == 3 else "auto"
         self.checks = self.checks_type(self)
         self.store = self.store_type(shards, self.checks.sealed)
@@ -98,7 +98,8 @@ class World:
         self.journal: list[LogRecord] = []
         self.workers: dict[MemberId, SimWorker] = {}
         self.seated: dict[int, SimWorker] = {}
-        self.replaced: list[SimWorker] = []  # dead processes, replaced since the last full start
+        # Dead processes, replaced since all workers were last started together
+        self.replaced: list[SimWorker] = []
         self.save_errors = 0
         self.flips = 0
         self.memory_losses: set[str] = set()
@@ -113,11 +114,12 @@ class World:
         self._term = 0
         self._controller: Controller | None = None
         self._timers: dict[str, int] = {}
-        self._cut_s: dict[int, float] = {}  # term -> time when the messages of its dead controller end
+        # Term -> time after which no message of its dead controller arrives
+        self._cut_s: dict[int, float] = {}
         nodes = 1 if ranks <= 8 else 2 if ranks <= FEW_RANKS else -(-ranks // RANKS_PER_NODE)
         per_node = -(-ranks // nodes)
         self.spares = SimSpares(self)
-        with_spares = seed % 5 in (1, 3)  # runs with and without spares are simulated
+        with_spares = seed % 5 in (1, 3)  # some seeds simulate spares
         self._agents = {}
         for number in range(nodes):
             node = NodeId(f"n{number}")
@@ -134,19 +136,19 @@ class World:
         heapq.heappush(self._heap, (self.now + delay_s, self._number, label, action))
 
     def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None:
-        """Run ``action`` on a host after ``delay_s``. In this class all hosts always run."""
+        """Run ``action`` on a host after ``delay_s`` virtual seconds. In this class no host ever fails."""
         self.later(delay_s, label, action)
 
     def clock(self, node_id: NodeId) -> float:
-        """Return CLOCK_MONOTONIC of a host, in seconds. In this class all hosts share one clock."""
+        """Return the reading of CLOCK_MONOTONIC on a host, in seconds. In this class all hosts share one clock."""
         return self.now
 
     def jitter(self, low_s: float, high_s: float) -> float:
-        """Draw a random duration in seconds."""
+        """Return a random duration in seconds, uniform between the two bounds."""
         return self.rng.uniform(low_s, high_s)
 
     def run(self) -> None:
-        """Run the simulation until the run is over and no process is left.
+        """Simulate the run until it is over and no process is left.
 
         Raises:
             Violation: an invariant is broken, or the run does not end.
@@ -170,7 +172,7 @@ class World:
             raise Violation("nobody_is_left", self._where())
 
     def begin(self) -> None:
-        """Start the agents, which start a controller."""
+        """Start all agents and the first controller."""
         for agent in self._agents.values():
             self._execute_agent(agent, agent.machine.start(self.now))
             if len(self._agents) > 1:
@@ -183,11 +185,11 @@ class World:
         return [] if self._controller is None else [self._controller]
 
     def phase(self) -> str:
-        """Return the phase of the job, as its controller sees it."""
+        """Return the phase of the job according to its controller; ``NO_PHASE`` if no controller is alive."""
         return str(self.controllers[0].snapshot()["phase"]) if self.controllers else NO_PHASE
 
     def check(self) -> None:
-        """Check every invariant that must hold at any moment."""
+        """Check the invariants of controllers and workers that must hold at every moment of the run."""
         for controller in self.controllers:
             controller.check()
         for worker in self.seated.values():
@@ -195,7 +197,7 @@ class World:
         self.checks.step_spread(self.seated.values())
 
     def digest(self) -> str:
-        """Return the digest of all events so far."""
+        """Return the digest of all simulated events so far, as hexadecimal text."""
         return self._digest.hexdigest()
 
     def _is_over(self) -> bool:
@@ -245,7 +247,7 @@ class World:
             self.execute_controller(self._controller.handle(self.now, event))
 
     def execute_controller(self, commands: list[Command]) -> None:
-        """Append the records to the journal, then execute all commands."""
+        """Append the event-log records among ``commands`` to the journal, then execute all commands."""
         for command in commands:
             if isinstance(command, LogRecord):
                 self.journal.append(command)
@@ -308,7 +310,10 @@ class World:
     def _link(
         self, source: str, target: str, label: str, deliver: Callable[[], None], node_id: NodeId
     ) -> None:
-        """Deliver a message to a host, ``node_id``, with a random delay and in order per link."""
+        """Deliver a message to the host ``node_id`` after a random delay.
+
+        Messages with the same source and target arrive in the order in which they were sent.
+        """
         at_s = max(self.now + self.jitter(0.0002, 0.003), self._links.get((source, target), 0.0) + 1e-6)
         self._links[source, target] = at_s
         self.later_on(node_id, at_s - self.now, f"{source}>{target} {label}", deliver)
@@ -390,7 +395,7 @@ class World:
             self._feed_agent(agent, event)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a node after ``delay_s``. 0 means the time of a fork."""
+        """Start workers on a node after ``delay_s`` virtual seconds; 0: after the random time that a fork takes."""
         self.replaced = [*self.replaced, *(self.seated[m.rank] for m in order.members)] if order.join else []
         for seat in order.members:
             worker = self.worker_type(self, node_id, seat, order)
@@ -408,23 +413,23 @@ class World:
             self.later_on(node_id, delay_s or self.jitter(0.005, 0.03), f"start:{seat.rank}", start)
 
     def kill_controller(self) -> None:
-        """Kill the controller. The connection of every agent closes."""
+        """Kill the controller. Its connections to all agents then close."""
         if self._controller is None:
             return
         self.memory_losses.add("controller")
         self._controller = None
-        # Messages that it has not sent by then never arrive.
+        # Messages of the controller that are not delivered by then never arrive.
         self._cut_s[self._term] = self.now + self.jitter(0.0, 0.004)
         for agent in self._agents.values():
             self.later(0.002, f"lost {agent.node_id}", partial(self._feed_agent, agent, ControllerGone()))
 
     def ask_exit(self) -> None:
-        """Request the exit of the run, as ``holdfast exit`` on the first node does."""
+        """Request the exit of the run from the agent of the first node, as the command ``holdfast exit`` does."""
         agent = next(iter(self._agents.values()))
         self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
 
     def kill_agent(self, node_id: NodeId) -> None:
-        """Kill the agent of a node. Its workers live, and the launcher starts a new agent that adopts them."""
+        """Kill the agent of a node. The launcher starts a new agent, which adopts the workers that still live."""
         agent = self._agents[node_id]
         if not agent.alive or agent.machine.ended or self.outcome is not None:
             return
@@ -474,7 +479,7 @@ class World:
     # ---------------------------------------------------------------- workers
 
     def uplink(self, worker: SimWorker, message: Message) -> None:
-        """Send a message from a worker to the agent of its node. While no agent lives, queue the message."""
+        """Send a message from a worker to the agent of its node. While that agent is dead, queue the message."""
         agent = self._agents[worker.node_id]
         if not agent.alive or worker.queued:
             worker.queued.append(message)
@@ -490,53 +495,67 @@ class World:
         )
 
     def updates(self, worker: SimWorker) -> None:
-        """Check the invariants when a rank begins an update."""
+        """Check the invariants when the rank of ``worker`` begins an update."""
         self.checks.updates(worker)
 
     def fetch(self, newcomer: SimWorker, rank: int) -> int | None:
-        """Give a newcomer the state of ``rank``. Return the number of updates in it, or None if ``rank`` is dead."""
+        """Transfer the state of ``rank`` to a newcomer.
+
+        Returns:
+            The number of updates in the parameters of that state. None if ``rank`` is dead, or if its parameters
+            belong to no step now.
+        """
         if not self.seated[rank].alive:
             return None
         self.checks.given(self.seated[rank])
         return self.seated[rank].applied
 
     def holders(self, rank: int) -> list[int]:
-        """Return the living ranks that hold the shard of ``rank``, without torn ranks and ranks without a session."""
+        """Return the living ranks that hold the same box as ``rank``.
+
+        Torn ranks are left out, and so are ranks whose session has not opened.
+        """
         same = range(rank % self.store.shards, self.world_size, self.store.shards)
         found = [self.seated[r] for r in same if r in self.seated]
         return [w.rank for w in found if w.alive and w.opened and w.machine.state != "torn"]
 
     def lose_track(self) -> None:
-        """Forget all flipped bits if no two copies differ now, because a comparison then cannot detect them."""
+        """Forget all flipped bits if no two copies of the state differ now. No comparison could then detect a flip."""
         if not self.flips:
             return
         living = [w for _, w in sorted(self.seated.items()) if w.alive]
         if not any(w.flipped and len(self.holders(w.rank)) > 1 for w in living):
             for worker in living:
                 worker.flipped = worker.wrong = False
-            self.collectives.forget_wrong()  # an update of these ranks may be in progress
+            self.collectives.forget_wrong()  # an update of these ranks with changed gradients may be in progress
 
     def stood(self, rank: int) -> None:
-        """Check a rank whose stop for a move has ended by its time limit."""
+        """Raise ``Violation``, because a stopped rank has continued only when its time limit passed."""
         self.checks.stood(rank)
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
-        """Check the layouts of all ranks that a rank has received."""
+        """Check a catalogue (the layouts of all ranks under one version) that a rank has received."""
         self.checks.catalogued(version, layouts)
 
     def plans(self, save_id: SaveId, version: LayoutVersion, has_own: bool) -> None:
-        """Check the invariants when a rank plans its share of a save."""
+        """Check the invariants when a rank plans its share of a save by the layouts of ``version``.
+
+        ``has_own`` is True if these layouts contain the present layout of the rank.
+        """
         self.checks.plans(save_id, version, has_own)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """Check a change of a rank's state in the step protocol, and inject the faults that wait for it."""
+        """Check the change of a rank from state ``old`` to ``new`` in the step protocol, and inject due faults."""
         if new == "torn" and not self.checks.distrusted:
             self.lose_track()
         self.checks.moved(worker, old, new)
         self.injector.moved(worker, new)
 
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
-        """End a process, break its collectives and report the exit to its agent."""
+        """End a worker process, break the collectives of its generation, and report the exit to its agent.
+
+        ``code`` is the exit code, and ``killed_by`` the number of the signal that killed the process. One is None.
+        """
         if not worker.alive:
             return
         worker.alive = False
@@ -579,7 +598,9 @@ def run_sim(
     memory: int = 0,
     world: type[World] = World,
 ) -> SimResult:
-    """Simulate one run to its end.
+    """Simulate one run of a job to its end.
+
+    The arguments are those of :class:`World`; ``world`` is the class to use, for example with a planted error.
 
     Raises:
         Violation: an invariant is broken.

@@ -1,1 +1,1 @@
-"""One module per command: ``holdfast run`` is ``run``, ``holdfast ckpt`` is ``ckpt``, and so on."""
+"""The commands of ``holdfast``, one module each: ``holdfast run`` is in ``run``, ``holdfast ckpt`` in ``ckpt``, ..."""

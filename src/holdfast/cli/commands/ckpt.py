@@ -1,4 +1,4 @@
-"""``holdfast ckpt``: look at checkpoints, verify, repair, merge, convert and prune them."""
+"""The command ``holdfast ckpt``, which lists, verifies, repairs, merges, converts and prunes checkpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ORDER = ("ls", "show", "verify", "repair", "holders", "export", "import", "merge
 
 
 class Ordered(click.Group):
-    """A group that lists its commands in the order of their use, not of their letters."""
+    """A command group whose help lists the commands in the order of ``ORDER``, and not alphabetically."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(super().list_commands(ctx), key=ORDER.index)
@@ -229,10 +229,10 @@ def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
 
 
 def size_bytes(text: str) -> int:
-    """Return the number of bytes that ``5GB``, ``500 mb``, ``4GiB`` or ``1000000`` means.
+    """Return the number of bytes that a text such as ``5GB``, ``500 mb``, ``4GiB`` or ``1000000`` means.
 
     Raises:
-        click.BadParameter: another form.
+        click.BadParameter: the text has another form, or means 0 bytes.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?))?b?", text.strip().lower())
     if match is None or not float(match[1]):
@@ -361,7 +361,7 @@ def prune(
 
 
 def _mapped(texts: Iterable[str]) -> dict[str, str]:
-    """Return the part (model, optimizer, ...) of each key, parsed from ``KEY=PART``. Raises: UsageError."""
+    """Parse texts ``KEY=PART``, and return the part of the state (such as ``model``) by key. Raises: UsageError."""
     found: dict[str, str] = {}
     for text in texts:
         key, equals, part = text.partition("=")
@@ -375,7 +375,7 @@ def _mapped(texts: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def _progress(name: str, size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr if it is a terminal. Yield a function that advances the bar."""
+    """Show a progress bar on stderr, if that is a terminal. Yield a function that advances the bar by bytes."""
     console = SafeConsole(stderr=True)
     columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
@@ -400,9 +400,9 @@ def _say_made(made: Iterable[str], as_json: bool) -> None:
 
 @contextmanager
 def _checkpoint(text: str) -> Iterator[Place]:
-    """Yield the checkpoint that the user means.
+    """Yield the checkpoint that ``text`` (a checkpoint, a root or ROOT@STEP) means.
 
-    Print which checkpoints were skipped for it. Add a hint if it is damaged.
+    Print which newer checkpoints were skipped as invalid. Add a hint to an error about a damaged checkpoint.
     """
     found = find(text)
     for note in found.notes():
@@ -417,7 +417,10 @@ def _checkpoint(text: str) -> Iterator[Place]:
 
 
 def _to_repair(text: str) -> list[Place]:
-    """Return the checkpoints to repair: of a root, all from the newest attempt to the first valid one."""
+    """Return the checkpoints that a repair may try, newest first.
+
+    For a root they are the newest valid checkpoint and the newer ones that may be repairable.
+    """
     choice = choose(text)
     if not isinstance(choice, Choice):
         return [choice]
@@ -428,10 +431,10 @@ def _to_repair(text: str) -> list[Place]:
 
 
 def _repair_first(paths: list[Place], dry_run: bool) -> tuple[Place, Repaired]:
-    """Repair the first of these checkpoints that can be repaired. Return its path and the changes.
+    """Repair the first of some checkpoints that can be repaired. Return its path and the changes.
 
     Raises:
-        CheckpointInvalid: none can be repaired; the error is that of the last one.
+        CheckpointInvalid: no checkpoint can be repaired. The error is about the last of ``paths``.
     """
     *others, last = paths
     for path in others:
@@ -447,7 +450,11 @@ def _repair_first(paths: list[Place], dry_run: bool) -> tuple[Place, Repaired]:
 
 
 def _root(text: str) -> Root:
-    """Return the root that the user names. A missing directory is an error (a typing mistake), not an empty root."""
+    """Return the root of checkpoints that the user names.
+
+    Raises:
+        UsageError: the directory does not exist, or is itself a checkpoint.
+    """
     place = place_of(text)
     mode = mode_of(place) if isinstance(place, Path) else stat.S_IFDIR
     if mode is None:
@@ -463,10 +470,10 @@ def _root(text: str) -> Root:
 
 
 def _age(place: Root, judged: Validity) -> str:
-    """Return the time since a checkpoint was written; empty if it is not known."""
+    """Return the time since a checkpoint was written, as text; empty: it is unknown."""
     try:
         age_s = place.age_s(judged.name)
-    except (CheckpointInvalid, StoreError):  # no permission, or its store does not answer
+    except (CheckpointInvalid, StoreError):  # no permission, or the store does not answer
         return ""
     return span(max(0.0, age_s)) if math.isfinite(age_s) else ""
 

@@ -1,4 +1,4 @@
-"""``holdfast compat``: packages of other tools, replaced by Holdfast, for all scripts of this Python."""
+"""The command ``holdfast compat``, which installs packages ``mindio_ttp`` and ``taskd`` that are built on Holdfast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Completion scripts of ``holdfast`` for shells: those of click for bash, zsh and fish, a static one for tcsh."""
+"""The command ``holdfast completion``, which prints a completion script for bash, zsh, fish or tcsh.
+
+click makes the scripts for bash, zsh and fish. The script for tcsh is a fixed text.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from holdfast.cli.start.flags import FLAGS
 from holdfast.errors import UsageError
 
 PROGRAM = "holdfast"
-VARIABLE = "_HOLDFAST_COMPLETE"  # click's own name for it
+VARIABLE = "_HOLDFAST_COMPLETE"  # the name that click derives from the name of the program
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def script_for(shell: str) -> str:
-    """Return the script by which ``shell`` completes commands, flags and the script of ``holdfast run``.
+    """Return the completion script for ``shell``: commands, flags, and files for ``holdfast run``.
 
     Raises:
         UsageError: ``shell`` is not supported.
     """
-    from holdfast.cli.main import COMMANDS, cli  # it loads this module by the name of a command
+    from holdfast.cli.main import COMMANDS, cli  # imported here, because ``main`` imports this module
 
     if shell not in SHELLS:
         raise UsageError(

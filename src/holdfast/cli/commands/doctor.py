@@ -1,4 +1,4 @@
-"""``holdfast doctor``: test whether this machine is fit for a run, and show what a loss would cost in a layout."""
+"""The command ``holdfast doctor``, which tests if this machine is fit for a run, and what a lost rank would cost."""
 
 from __future__ import annotations
 
@@ -44,16 +44,19 @@ SHARED_LEAST_BYTES = 64 << 20
 PROBE_SIZE_BYTES = 16 << 20
 TEMPORARY_LENGTH_MAX = 107 - len("/pymp-12345678/listener-12345678")  # a path of a Unix socket has 107 bytes
 SLOW_BYTES_PER_S = 50e6
-WORKSPACES = (":4096:8", ":16:8")  # the workspaces with which cuBLAS is deterministic
+WORKSPACES = (":4096:8", ":16:8")  # settings of the workspace with which cuBLAS is deterministic
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": WORKSPACES[0], "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-"""Variables of the workers, each with a sufficient value. The algorithm of NCCL decides the order of its sums."""
+"""Environment variables with which all processes compute equal bits, each with a sufficient value.
+
+The algorithm of NCCL decides the order in which it adds.
+"""
 SIGNS = {"good": ("ok", "green"), "poor": ("??", "yellow"), "bad": ("NO", "red")}
 
 Grade = Literal["good", "poor", "bad"]
 
 
 class DoctorFinding(msgspec.Struct, frozen=True):
-    """One result of the doctor. ``advice``: what to change; empty if nothing is to be changed."""
+    """The result of one test of the doctor. ``advice``: what the user should change; empty: nothing."""
 
     what: str
     grade: Grade
@@ -90,7 +93,7 @@ def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool)
 
 
 def examine(checkpoint: str | None) -> Iterator[DoctorFinding]:
-    """Yield the results of all tests of this machine, in order."""
+    """Yield the results of all tests of this machine. ``checkpoint``: a place of checkpoints to test, or None."""
     looks: list[Callable[[], DoctorFinding]] = [
         _python,
         _torch,
@@ -152,7 +155,7 @@ def _groups() -> DoctorFinding:
 
 
 def _names() -> Iterator[DoctorFinding]:
-    """Yield the results of the probes of torch's private names: one line if all pass, otherwise one per failure."""
+    """Yield the result of the tests of torch's private names: one result if all pass, otherwise one per failure."""
     try:
         private = importlib.import_module("holdfast.frameworks.torch.private_api")
     except ImportError:
@@ -167,7 +170,10 @@ def _names() -> Iterator[DoctorFinding]:
 
 
 def _same_bits() -> Iterator[DoctorFinding]:
-    """If a GPU is present, yield the result on the settings that give equal bits in another process."""
+    """If a GPU is present, test the settings for equal bits, and yield the result.
+
+    With these settings a process computes the same bits as another process would.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return
@@ -224,7 +230,7 @@ def _processes() -> DoctorFinding:
 def _temporary() -> DoctorFinding:
     """Test the directory of temporary files.
 
-    Processes of a data loader connect there, and wait forever if they cannot.
+    The worker processes of a data loader connect through sockets in this directory. They wait forever if they cannot.
     """
     try:
         place = tempfile.gettempdir()
@@ -248,9 +254,9 @@ def _checkpoints(place: Place) -> DoctorFinding:
 
 
 def _directory(path: Path) -> DoctorFinding:
-    """Test whether a directory is writable, and how fast a file gets to the disk.
+    """Test whether a directory is writable, and how fast a file in it is written and synced.
 
-    Nothing is created: for a missing directory, its first existing parent is tested.
+    A missing directory is not created: its first existing parent is tested.
     """
     there = path.absolute()
     while not there.exists() and there != there.parent:
@@ -276,7 +282,10 @@ def _directory(path: Path) -> DoctorFinding:
 
 
 def _losses(log: Path) -> list[DoctorFinding]:
-    """Return findings about the loss of a run when one rank is lost, from its newest valid checkpoint."""
+    """Return results about how many steps a run would lose with one rank, from its newest valid checkpoint.
+
+    ``log`` is the event log of the run.
+    """
     root = RunHistory.read(event_log.read(log).events).root
     if not root:
         return [

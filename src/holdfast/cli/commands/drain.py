@@ -1,4 +1,4 @@
-"""``holdfast drain``: free a node of a run, now or by a time; its ranks move while the job trains."""
+"""The command ``holdfast drain``, which moves the ranks of a node to other nodes while the job trains."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ def drain(node: str, run: str | None, run_dir: str, by: str | None, cancel: bool
 
 
 def _known(node: str, view: RunView) -> NodeId:
-    """Return the node's name. Raises: UsageError: the run has no such node, or no other one."""
+    """Return the name of the node that ``node``, a name or a number, means.
+
+    Raises:
+        UsageError: the run has no such node, or only this node.
+    """
     here = [host.name for host in view.hosts if not host.gone]
     if len(here) < 2:
         raise UsageError(

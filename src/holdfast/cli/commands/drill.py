@@ -1,4 +1,4 @@
-"""``holdfast drill``: train, inject faults, and prove that nothing was lost."""
+"""The command ``holdfast drill``, which trains with and without injected faults and compares the results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RESTORED = {
     "restart_checkpoint": "state of a checkpoint loaded",
     "restart_fresh": "all began again at step 0",
 }
-"""Text for the origin of the state, by action of the recovery. In other actions the survivors gave their state."""
+"""Text about the origin of the state, by action (rung) of a recovery. With other actions, the survivors gave it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BAR = 20
 DEFAULT_STEPS = 40
@@ -121,14 +121,14 @@ def drill(
 
 @contextmanager
 def _interruptible(screen: Screen) -> Iterator[None]:
-    """Make SIGTERM and the end of the terminal end a drill like Ctrl-C: the job has a separate process session.
+    """Let SIGTERM and SIGHUP end a drill like Ctrl-C. Otherwise the job would continue in its own process session.
 
-    After the first signal all others are ignored, so that the end is not interrupted.
+    All signals after the first one are ignored, so that they do not interrupt the end of the job.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         for each in handled:
-            # SIG_IGN would complain about a signal that has just arrived
+            # With SIG_IGN, Python would print an error for a signal that has arrived but was not yet handled.
             signal.signal(each, lambda _number, _frame: None)
         raise KeyboardInterrupt
 
@@ -146,7 +146,7 @@ def _interruptible(screen: Screen) -> Iterator[None]:
 
 
 def _writable(file: Path) -> None:
-    """Test before the runs whether the verdict can be written after them. Raises: UsageError."""
+    """Test, before the runs, whether the file for the verdict can be written. Raises: UsageError."""
     existed = file.exists()
     try:
         with file.open("ab"):
@@ -169,7 +169,10 @@ def _line(name: str, step: int, done: int) -> str:
 
 
 def show(verdict: DrillVerdict) -> None:
-    """Print timeline and verdict. A narrow terminal wraps the lines itself, so that no digest is cut."""
+    """Print the timeline of each fault and the verdict of a drill.
+
+    Lines are not wrapped here but by the terminal, so that no digest is cut.
+    """
     console = table_console()
     for number, fault in enumerate(verdict.faults, 1):
         console.print(Text(f"\nfault {number}: {headline(fault)}", style="bold"), soft_wrap=True)
@@ -187,7 +190,7 @@ def show(verdict: DrillVerdict) -> None:
 
 
 def findings(verdict: DrillVerdict) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of everything that the drill compared and measured."""
+    """Yield (name, value) as text for each result of a drill: lost steps, digests, durations, faults not injected."""
     yield "steps lost", str(verdict.steps_lost)
     if verdict.steps_redone:
         yield "", f"{verdict.steps_redone} computed again, from a compared state or one in memory"
@@ -203,7 +206,7 @@ def findings(verdict: DrillVerdict) -> Iterator[tuple[str, str]]:
 
 
 def headline(fault: InjectedFaultReport) -> str:
-    """Return a fault in words, such as ``kill -9 of rank 1 at step 14, phase update``."""
+    """Return a text about an injected fault: ``kill -9 of rank 1 at step 14, phase update``."""
     ranks = "rank " + "+".join(map(str, fault.ranks))
     words = {
         "kill": f"kill -9 of {ranks}",
@@ -221,7 +224,7 @@ def headline(fault: InjectedFaultReport) -> str:
 
 
 def timeline(fault: InjectedFaultReport) -> Text:
-    """Return the six phases, a line each: seconds since the fault, a bar, an explanation."""
+    """Return one line for each of the six phases of a recovery: its end in seconds since the fault, a bar, a text."""
     words = {**WORDS, "restored": RESTORED.get(fault.action, WORDS["restored"])}
     whole = fault.resumed_s or max((fault.seconds(phase) or 0.0 for phase in SEEN), default=0.0)
     before, lines = 0.0, []
@@ -246,7 +249,7 @@ def _bar(begin_s: float, end_s: float, whole_s: float) -> str:
 
 
 def _block() -> str:
-    """Return the character of a bar, which is ASCII if the terminal needs it."""
+    """Return the character for bars: a full block, or ``#`` if the encoding of stdout has no block."""
     try:
         "█".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

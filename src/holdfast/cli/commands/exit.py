@@ -1,4 +1,4 @@
-"""``holdfast exit``: ask a run to save at the next step and leave. The request is confirmed, and can be cancelled."""
+"""The command ``holdfast exit``, which asks a run to save at the next step and leave. The request can be cancelled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.errors import UserError
 from holdfast.runtime.node.agent_client import AgentLink
 
 ASKED_S, ANSWER_S = 2.0, 5.0
-"""Time limits for a request, and for its answer, to appear in the event log."""
+"""Time limits in seconds until a request, and the answer to it, appear in the event log."""
 POLL_S = 0.05
 
 

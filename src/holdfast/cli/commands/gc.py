@@ -1,10 +1,11 @@
-"""``holdfast gc``: remove the directories of ended runs.
+"""The command ``holdfast gc``, which removes the directories of ended runs.
 
 Rules:
-1. A run is removed only if its end is on record, none of its processes lives, and every given limit allows it.
+1. A run is removed only if its end is in its event log (or ``--lost`` is given), none of its processes lives, and
+   ``--days`` and ``--keep`` allow it.
 2. Checkpoints, and files that Holdfast did not make, are removed only if the user names their run for this.
 3. A directory that another user could have made is not touched.
-4. ``run.json`` is removed last. A partly removed run is therefore still a run, and the next ``gc`` continues with it.
+4. ``run.json`` is removed last. A partly removed directory is therefore still a run for the next ``holdfast gc``.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ _OWN = frozenset({
     "spares", "room", "kv.log",
 })  # fmt: skip
 _OWN_BEGINS = re.compile(rf"{ATTEMPT}\d+$|\.[a-z.]+\.\d+\.[0-9a-f]{{8}}$")
-"""Names of the directories of logs, and of the remains of an interrupted write."""
+"""Pattern of the names of log directories, and of temporary files that an interrupted write has left."""
 
 
 class RemovedRuns(msgspec.Struct):
-    """The removed runs with their total size, and the reason why each other run stays.
+    """The result of ``holdfast gc``.
 
-    After ``--dry-run`` the named runs were not removed.
+    Attributes:
+        removed: names of the removed runs; after ``--dry-run``, of the runs that would be removed.
+        spared: reason why a run stays, by its name.
+        size_bytes: total size of the runs in ``removed``.
+        dry_run: True if nothing was removed.
     """
 
     removed: list[str]
@@ -111,7 +116,7 @@ def gc(
 
 
 def _check_named(whole: Sequence[str], names: list[str]) -> None:
-    """Refuse names of runs that do not exist: a typing mistake must not look like a removed run. Raises: UsageError."""
+    """Refuse names of runs that do not exist, so that a mistyped name is noticed. Raises: UsageError."""
     for name in whole:
         if name not in names:
             close = closest(name, names)
@@ -122,12 +127,12 @@ def _check_named(whole: Sequence[str], names: list[str]) -> None:
 
 
 def _ended_s(one: Listed) -> float:
-    """Return the seconds since the end of a run; without an end on record, since its start."""
+    """Return the seconds since the end of a run; if its event log has no end, since its start."""
     return one.age_s if one.ended_s is None else one.ended_s
 
 
 def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
-    """Return why a run must stay, whatever it holds; empty: it may be removed."""
+    """Return why a run must stay whatever its content is; empty: there is no such reason."""
     if why := doubt(path):
         return why
     run = RunDir(path)
@@ -141,7 +146,7 @@ def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
 
 
 def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
-    """Return why the directory is in use: another active run saves in it; empty: it is not in use."""
+    """Return which other active run saves its checkpoints in the directory ``path``, as text; empty: none."""
     own = path.resolve()
     for one, view in runs:
         if (
@@ -155,7 +160,7 @@ def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
 
 
 def _holds(path: Path) -> str:
-    """Return why a run's content must stay: Holdfast cannot make it again; empty: it may be removed."""
+    """Return why the content of a run must stay (checkpoints, or files of the user); empty: it may be removed."""
     checkpoints = RunDir(path).checkpoints
     if checkpoints.is_dir() and not checkpoints.is_symlink() and any(checkpoints.iterdir()):
         return f"it holds checkpoints (to remove them, too: --checkpoints-of {path.name})"
@@ -180,10 +185,13 @@ def _size_bytes(path: Path) -> int:
 
 
 def _remove(path: Path) -> str:
-    """Remove a run under its launcher's lock, so that another start of it waits. Return why it stays, if it does."""
+    """Remove the directory of a run. Return why it could not be removed; empty: it was removed.
+
+    The launcher's lock of the run is held meanwhile, so that another start of the run waits.
+    """
     with ExitStack() as held:
         try:
-            # By its descriptor: a start of the same run may use the name for another directory in the meantime.
+            # Use the descriptor of the directory: a new start of the run may give its name to another directory.
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             held.callback(os.close, fd)
             lock = try_lock(Path(f"/proc/self/fd/{fd}") / RunDir(path).launcher_lock.name)

@@ -1,4 +1,4 @@
-"""``holdfast logs``: the output of a run's ranks on this node, over all attempts."""
+"""The command ``holdfast logs``, which prints the output of a run's ranks on this node, over all starts of workers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _check_attempt(watch: Watch, attempt: int | None, follow: bool) -> None:
 
 
 def _check_place(watch: Watch, rank: int, attempt: int | None) -> None:
-    """Refuse a rank of another node, which would print nothing forever."""
+    """Refuse a rank that has run only on other nodes, because its log is not on this node. Raises: UsageError."""
     if any(_paths(watch.log_dir, rank, attempt)):
         return
     places = watch.read().places
@@ -122,7 +122,7 @@ def _read(log_dir: Path, rank: int | None, attempt: int | None) -> Iterator[tupl
 
 def _follow(watch: Watch, tail: LogTail) -> Iterator[tuple[int, str]]:
     while True:
-        # Tested before the files are read: output from before the end is shown.
+        # The end is tested before the files are read, so that all output from before the end is shown.
         over = watch.over
         yield from tail.poll()
         if over:

@@ -1,4 +1,4 @@
-"""``holdfast ls``: the runs of a directory, newest first."""
+"""The command ``holdfast ls``, which lists the runs of a directory, newest first."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _EARLIER = re.compile(r"(?P<run>.+)\.(?P<number>[1-9]\d*)")
 
 
 class Listed(msgspec.Struct):
-    """One run.
+    """One run in the list.
 
     Attributes:
-        name: the argument for other commands.
-        start: 1 for the first start of its run id.
-        from_step: step of the checkpoint at its start; -1: none.
+        name: the RUN argument for other commands.
+        start: number of this start among all starts with the same run id, from 1.
+        newest: ``name`` of the newest start with the same run id.
+        from_step: step of the checkpoint from which the run started; -1: none.
         age_s: seconds since its start.
-        ended_s: seconds since its end; None without an end on record.
+        ended_s: seconds since its end; None: its event log has no end.
     """
 
     name: str
@@ -75,7 +76,7 @@ def list_runs(run_dir: str, as_json: bool) -> int:
 
 
 def looked_at(base: Path) -> Iterator[tuple[Listed, RunView]]:
-    """Yield each run below ``base``, newest first. A run that cannot be read is named on stderr and left out."""
+    """Yield each run below ``base`` with its state, newest first. A run that cannot be read is only noted on stderr."""
     paths = runs_below(base)
     names = [path.name for path in paths]
     for path in paths:
@@ -116,12 +117,12 @@ def _listed(name: str, names: Iterable[str], view: RunView) -> Listed:
 
 
 def state_of(one: Listed) -> str:
-    """Return the state in short: ``running``, ``ended (0)``."""
+    """Return the state of a run, with the exit code after its end: ``running``, ``ended (0)``."""
     return one.state if one.code is None else f"{one.state} ({one.code})"
 
 
 def _lineage(one: Listed) -> str:
-    """Return the number of this start of its run, and the step of the checkpoint at its start."""
+    """Return a text with the number of this start of a run, and the step of the checkpoint from which it started."""
     of = f"start {one.start} of {one.newest}" if one.start > 1 or one.newest != one.name else ""
     step = f"step {one.from_step:,}" if one.from_step > 0 else ""
     return ", ".join(filter(None, (of, step)))

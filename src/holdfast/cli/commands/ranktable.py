@@ -1,4 +1,4 @@
-"""``holdfast ranktable``: check a rank table, or write one."""
+"""The command ``holdfast ranktable``, which checks a rank table or writes one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def make_file(
 
 
 def _check_for_hccl(data: bytes) -> None:
-    """Refuse a table that HCCL would refuse. Raises: UsageError."""
+    """Check that HCCL would accept the rank table ``data``, and print HCCL's notes about it. Raises: UsageError."""
     table = check(data).table
     assert table is not None, "what is made has no mistake"
     if mistakes := hccl_mistakes(table):

@@ -1,4 +1,4 @@
-"""``holdfast report``: what happened to a run, one screen per fault."""
+"""The command ``holdfast report``, which prints one screen about each fault of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> i
 
 
 def _ended(view: RunView) -> str:
-    """Return how the run ended, unless it ended in order: a fault need not have been the cause."""
+    """Return a line about the end of the run, whose cause need not be a fault; empty if the run ended without error."""
     return (
         f"ended with {view.code}: {view.meaning}: {first_line(view.reason)}"
         if view.code and view.reason

@@ -1,4 +1,4 @@
-"""``holdfast run``: torchrun's command line for a job that survives faults."""
+"""The command ``holdfast run``, which starts a job that survives faults. Its command line is that of torchrun."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _options(command: click.Command) -> click.Command:
 @_options
 @click.command(
     cls=RunCommand,
-    # The first positional argument ends our flags: all words after it belong to the script, even --nnodes.
+    # The first positional argument ends the flags of Holdfast: all words after it belong to the script, even --nnodes.
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
 )
 @click.argument("script", required=False, metavar="SCRIPT", shell_complete=files)

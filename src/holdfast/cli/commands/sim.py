@@ -1,4 +1,4 @@
-"""``holdfast sim``: the protocol against faults on a virtual clock or in an exhaustive search; goodput forecasts."""
+"""The command ``holdfast sim``: simulated runs with faults, an exhaustive search of the protocol, goodput forecasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``holdfast stacks``: the current place of every rank of a run in its code."""
+"""The command ``holdfast stacks``, which shows the present Python stacks of every rank of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from holdfast.runtime.node.status_page import Page
 
 
 class RankStacks(msgspec.Struct, frozen=True):
-    """One rank: its position, its process (letter of its state, share of a core, kernel wait), all its stacks."""
+    """The position and the stacks of one rank.
+
+    ``process``: letter of the process state, ``cpu``: used share of a core, ``wchan``: kernel function in which the
+    process waits, ``where``: innermost frames, ``stacks``: Python stacks of all threads; empty: no answer.
+    """
 
     rank: int
     pid: int
@@ -69,7 +73,7 @@ def stacks(run: str | None, run_dir: str, rank: int | None, everything: bool, as
 
 
 def look(directory: RunDir) -> list[RankStacks]:
-    """Return all living workers of a run on this machine, by rank."""
+    """Return the position and the stacks of each living worker of a run on this machine, ordered by rank."""
     if not directory.pages_link.is_dir():
         return []
     with ExitStack() as stack:
@@ -79,7 +83,7 @@ def look(directory: RunDir) -> list[RankStacks]:
                 try:
                     page = stack.enter_context(closing(Page.open(directory.page_path(member_id))))
                 except (OSError, ProtocolError):
-                    continue  # gone in the meantime
+                    continue  # the process has ended in the meantime
                 workers.append((member_id, pid, page))
         found = asyncio.run(find(directory, workers))
         ranks = []

@@ -1,4 +1,4 @@
-"""``holdfast status``: one screen about a run, live or over."""
+"""The command ``holdfast status``, which shows one screen about a live or ended run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _views(looker: Watch, watch: bool) -> Iterator[RunView]:
 
 
 def _watch(looker: Watch, console: Console, *, all_ranks: bool) -> None:
-    """Show the run on a terminal until it is over, in a scrolled window. At the end, leave the whole text there."""
+    """Show a run on a terminal until it is over, in a window with keys to scroll. At the end, print the whole text."""
     with Scroller(console) as scroller, Live(console=console, auto_refresh=False) as live:
         view = looker.poll()
         while view.state not in OVER and not scroller.quit:
@@ -80,7 +80,7 @@ def _watch(looker: Watch, console: Console, *, all_ranks: bool) -> None:
 
 
 def render(view: RunView, *, all_ranks: bool = False) -> RenderableType:
-    """Return the whole screen. ``all_ranks``: one line for each rank, however many there are."""
+    """Return the whole screen about a run. With ``all_ranks`` it has one line per rank, however many there are."""
     parts: list[RenderableType] = [Hanging(headline(view))]
     if view.code and view.reason:
         parts.append(Hanging(Text(f"why  {first_line(view.reason)}")))
@@ -98,7 +98,7 @@ def render(view: RunView, *, all_ranks: bool = False) -> RenderableType:
 
 
 def headline(view: RunView) -> Text:
-    """Return one line with name, state, step and speed."""
+    """Return one line about a run: its name, state, step, speed and further facts."""
     style = STATE_STYLE.get(view.state, "green" if view.code == 0 else "yellow" if view.code == 75 else "red")
     text = Text.assemble((view.run_id, "bold"), "  ", (_state(view), style))
     for fact in facts(view):
@@ -111,13 +111,13 @@ def _state(view: RunView) -> str:
 
 
 def _loss_line(view: RunView) -> str:
-    """Return each cause of lost time, the largest first."""
+    """Return the causes of lost time with their durations, the largest first."""
     causes = sorted(view.losses.items(), key=lambda loss: -loss[1])
     return ", ".join(f"{cause} {span(lost_s)}" for cause, lost_s in causes if lost_s >= LOSS_LEAST_S)
 
 
 def host_lines(view: RunView) -> list[str]:
-    """Return lines about a whole job of several hosts, as known on this host."""
+    """Return lines about the hosts of a job, as known on this host; empty for a job of one host."""
     if not view.hosts:
         return []
     said = []
@@ -140,7 +140,7 @@ def host_lines(view: RunView) -> list[str]:
 
 
 def leaving_text(host: HostView) -> str:
-    """Return the text for a node that will leave, with the time and the sources of its notices."""
+    """Return a text about a host that will leave: its name, the time, and the sources of its notices."""
     when = "" if host.leaves_at is None else f" by {clock(host.leaves_at)}"
     return f"{host.name} leaves{when} ({', '.join(host.leaves)})"
 

@@ -1,4 +1,4 @@
-"""``holdfast submit``: the script or the manifests that start a job on a cluster."""
+"""The command ``holdfast submit``, which makes the batch script or the manifests that start a job on a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.schedulers.manifests import KINDS, Object, Pods, objects, rights, 
 from holdfast.schedulers.sbatch import OPTIONS, OURS, PYXIS, Batch, render
 from holdfast.schedulers.yaml_output import documents
 
-# The first positional argument ends our options: all words after it belong to the script.
+# The first positional argument ends the options of Holdfast: all words after it belong to the script.
 SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 SUBMIT_S = 120.0
 
@@ -96,7 +96,7 @@ def slurm(
 
 
 def _batch(ctx: click.Context, script: str, args: tuple[str, ...], values: dict[str, Any]) -> Batch:
-    """Return the checked content of the batch script. Raises: UsageError, ScriptError."""
+    """Check the command line, and return the content of the batch script. Raises: UsageError, ScriptError."""
     container = named(values, PYXIS)
     options = named(values, (*OPTIONS, *OURS))
     added = pairs("--sbatch", values["sbatch"])
@@ -125,14 +125,17 @@ def _batch(ctx: click.Context, script: str, args: tuple[str, ...], values: dict[
 
 
 def _launcher() -> tuple[str, ...]:
-    """Return the command of Holdfast for a host with the same files but perhaps another PATH."""
+    """Return the words that start Holdfast on another host, which has the same files but perhaps another PATH."""
     found = shutil.which("holdfast")
     here = Path(sys.executable).parent
     return ("holdfast",) if found and Path(found).parent == here else (sys.executable, "-m", "holdfast")
 
 
 def _sbatch(script: str, batch: Batch, directory: Path) -> str:
-    """Submit the script, and return the number of the job. Raises: UsageError."""
+    """Submit a batch script to Slurm, and return the number of the job. Raises: UsageError.
+
+    The script is written to a file in ``directory``.
+    """
     program = shutil.which("sbatch")
     if program is None:
         raise UsageError(
@@ -250,7 +253,7 @@ def k8s(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
 
 
 def _texts(flag: str, texts: tuple[str, ...]) -> dict[str, str]:
-    """Parse the ``KEY=VALUE`` texts of a flag. Raises: UsageError: a text has no value."""
+    """Parse the ``KEY=VALUE`` texts of a flag, and return the value of each key. Raises: UsageError."""
     found = {key: value for key, value in pairs(flag, texts).items() if value is not None}
     if len(found) < len(texts):
         raise UsageError(f"{flag} needs KEY=VALUE", hint="holdfast submit k8s --help")
@@ -258,7 +261,10 @@ def _texts(flag: str, texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def _apply(pods: Pods, made: list[Object], fresh: Object) -> None:
-    """Pass all objects to kubectl. An existing Secret is kept: pods of the job may know it. Raises: UsageError."""
+    """Pass the objects of a job to ``kubectl apply``. Raises: UsageError.
+
+    An existing Secret is kept, because pods of the job may have read it. Otherwise ``fresh``, a new Secret, is applied.
+    """
     program = shutil.which("kubectl")
     if program is None:
         raise UsageError("there is no kubectl on PATH", hint="leave --apply out: the objects are printed")
@@ -275,7 +281,7 @@ def _apply(pods: Pods, made: list[Object], fresh: Object) -> None:
 
 
 def _apply_rights(kubectl: list[str], pods: Pods) -> None:
-    """Apply the rights of the pods. The job can do without them: a refusal is a warning."""
+    """Apply the objects that give the pods their rights. If kubectl fails, only warn: the job works without them."""
     try:
         echo(_kubectl([*kubectl, "apply", "--filename=-"], documents(rights(pods))), nl=False)
     except UsageError as error:
@@ -286,7 +292,7 @@ def _apply_rights(kubectl: list[str], pods: Pods) -> None:
 
 
 def _kubectl(command: list[str], given: str = "") -> str:
-    """Run kubectl, and return its output. Raises: UsageError."""
+    """Run kubectl with ``given`` as its input, and return its output. Raises: UsageError."""
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, text=True, timeout=SUBMIT_S, check=False

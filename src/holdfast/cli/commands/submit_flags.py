@@ -1,4 +1,4 @@
-"""Common parts of the commands of ``holdfast submit``: the flags of ``holdfast run`` that they pass on."""
+"""Common parts of the commands ``holdfast submit slurm`` and ``k8s``: flags and options that they pass on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ DECIDED = frozenset({
     "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rank_table", "bind",
     "spares", "run_id", "grace_s", "shutdown_timeout", "explain", "print_completion",
 })  # fmt: skip
-"""Flags that this command sets itself, that differ between hosts, or that have another meaning here."""
+"""Keys of the flags of ``holdfast run`` that are not passed on.
+
+``holdfast submit`` sets these flags itself, or they differ between hosts, or they have another meaning there.
+"""
 PASSED = tuple(flag for flag in FLAGS if flag.use == "used" and flag.key not in DECIDED)
 
 
 def passes_flags(command: click.Command) -> click.Command:
-    """Return the command with the flags of ``holdfast run`` that it passes on."""
+    """Add to a command the flags of ``holdfast run`` that it passes on, and return the command."""
     for flag in PASSED:
         names = [name for name in flag.spellings if name.startswith("--") or name == "-m"]
         command.params.append(
@@ -38,7 +41,10 @@ def passes_flags(command: click.Command) -> click.Command:
 def flags_of(
     ctx: click.Context, values: Mapping[str, Any], *, without: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return the given flags as words for ``holdfast run``."""
+    """Return the given flags that are passed on, as words of a command line of ``holdfast run``.
+
+    ``values`` has the value of each flag by key, and ``without`` the keys of flags to leave out.
+    """
     words: list[str] = []
     for flag in PASSED:
         if flag.key not in without and ctx.get_parameter_source(flag.key) is ParameterSource.COMMANDLINE:
@@ -53,7 +59,7 @@ def _words(flag: RunFlag, value: object) -> tuple[str, ...]:
 
 
 def passes_options(command: click.Command) -> click.Command:
-    """Return the command with the options of ``sbatch``, and of ``srun`` with pyxis, under their own names."""
+    """Add to a command the options of ``sbatch`` and of pyxis (``srun``) under their own names. Return the command."""
     for name in sorted({*OPTIONS, *OURS, *PYXIS} - {"nodes"}):
         switch = name in SWITCHES
         command.params.append(
@@ -63,12 +69,12 @@ def passes_options(command: click.Command) -> click.Command:
 
 
 def key_of(name: str) -> str:
-    """Return the key of a Slurm option in the values; it differs from all keys of our flags."""
+    """Return the key of a Slurm option among click's values. It differs from the keys of all flags of Holdfast."""
     return f"slurm_{name.replace('-', '_')}"
 
 
 def named(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str | None]:
-    """Return the given Slurm options; None: a switch."""
+    """Return the value of each Slurm option in ``names`` that the user has given, by name; None for a switch."""
     given = ((name, values.get(key_of(name))) for name in sorted(set(names)))
     return {
         name: None if value is True else str(value) for name, value in given if value not in (None, False)
@@ -76,10 +82,10 @@ def named(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str | No
 
 
 def pairs(flag: str, texts: Sequence[str]) -> dict[str, str | None]:
-    """Return the value of each key in texts of the form ``KEY=VALUE``; None for a ``KEY`` alone, a switch.
+    """Parse texts of the form ``KEY=VALUE``. Return the value of each key; None for a text ``KEY`` alone (a switch).
 
     Raises:
-        UsageError: the same key twice.
+        UsageError: two texts have the same key. ``flag`` names the flag in the error.
     """
     found: dict[str, str | None] = {}
     for text in texts:

@@ -1,1 +1,1 @@
-"""The output for people: console of a run, views made from a run's files, fault reports, logs, completion, errors."""
+"""The output for people: the console of a run, views of its files, fault reports, logs, shell completion, errors."""

@@ -1,8 +1,8 @@
-"""Handling of a stdout or stderr that cannot take the output of a command.
+"""Handling of failed writes to stdout and stderr.
 
-Theory. click, rich and the interpreter each handle a failed write in their own way, and none with an exit code of
-Holdfast. So the error is handled below them: the process writes through a raw stream that turns the first error into
-:class:`OutputLost` and drops all later output.
+Theory. click, rich and the interpreter each handle a failed write differently, and none of them exits with a code of
+Holdfast. The process therefore writes through a raw stream of this module. The stream raises :class:`OutputLost` at the
+first failed write and drops all later output.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from holdfast.exit_codes import Exit
 
 
 class OutputLost(Exception):
-    """A failed write to stdout. It is no ``OSError``, so that no code in between handles it as one."""
+    """The error of a failed write to stdout. It is no ``OSError``, so that no handler for ``OSError`` catches it."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
         self.error = error
 
     def answer(self) -> Exit:
-        """Print the error, and return the exit code.
+        """Print the error, and return the exit code of the command.
 
-        A closed pipe is no error for ``head``, so nothing is printed for it.
+        For a closed pipe nothing is printed, because ``holdfast ... | head`` closes the pipe without an error.
         """
         if isinstance(self.error, BrokenPipeError):
             return Exit.PIPE
@@ -49,7 +49,7 @@ class _Raw(io.FileIO):
         self._lost = False
 
     def write(self, data: Any) -> Any:
-        """Write ``data``, and return the number of bytes taken. Raises: OutputLost: the first failed write."""
+        """Write ``data``, and return the number of bytes written or dropped. Raises: OutputLost, once."""
         try:
             return len(data) if self._lost else super().write(data)
         except OSError as error:
@@ -62,9 +62,11 @@ class _Raw(io.FileIO):
 
 
 def watch() -> None:
-    """Replace stdout and stderr by streams that report lost output; the loss of stderr itself cannot be reported.
+    """Replace stdout and stderr by streams that handle a failed write.
 
-    A closed stream (``>&-``) becomes the null device. Otherwise the next opened file would get its number.
+    A failed write to stdout raises ``OutputLost``. A failed write to stderr is ignored, because no stream is left to
+    report it. A stream that the shell has closed (``>&-``) becomes the null device. Otherwise the next opened file
+    would get its number.
     """
     for fd in range(3):
         try:
@@ -83,13 +85,13 @@ def _watched(stream: TextIO, *, silent: bool) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(_Raw(stream.fileno(), silent=silent)),
         encoding=stream.encoding,
-        errors="backslashreplace",  # a rank's output or a file name may not be in this terminal's encoding
+        errors="backslashreplace",  # the terminal's encoding may lack characters of a rank's output or a file name
         line_buffering=stream.line_buffering or stream.write_through,
     )
 
 
 def outlive_full_disk() -> None:
-    """Drop output without room from now on: a job does not end because the file with its output is full."""
+    """From now on, drop output that fails because a disk is full, so that a full disk does not end the job."""
     for stream in (sys.stdout, sys.stderr):
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
         if isinstance(raw, _Raw):
@@ -97,6 +99,6 @@ def outlive_full_disk() -> None:
 
 
 def flush() -> None:
-    """Flush both streams while an error can still be reported. Raises: OutputLost."""
+    """Flush stdout and stderr, while an error can still be reported. Raises: OutputLost."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

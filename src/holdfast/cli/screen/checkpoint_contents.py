@@ -11,14 +11,14 @@ from holdfast.store.layouts.layout import TensorEntry
 from holdfast.text import plural
 
 TEXT_MAX = 60  # characters of a value
-ITEMS_MAX = 8  # of a list that is shown in one line
+ITEMS_MAX = 8  # items of a list that is shown in one line
 LEVELS_MAX = 32
 _BY_PARAMETER = frozenset({"state", "members", "shared", "added"})
-"""Keys of an optimizer's state with one entry for each parameter, which are not shown."""
+"""Keys of an optimizer's state whose values have one entry per parameter. These values are not shown."""
 
 
 class Total(msgspec.Struct):
-    """The totals of the tensors of one dtype. ``elements``: the number of elements of the whole tensors."""
+    """The totals of all tensors of one dtype: number of tensors, number of elements, and bytes."""
 
     tensors: int = 0
     elements: int = 0
@@ -26,7 +26,7 @@ class Total(msgspec.Struct):
 
 
 def totals(tensors: Iterable[TensorEntry]) -> dict[str, Total]:
-    """Return the totals by dtype, the largest first."""
+    """Return the totals of ``tensors`` by dtype, the dtype with most bytes first."""
     found: dict[str, Total] = {}
     for tensor in tensors:
         total = found.setdefault(tensor.dtype, Total())
@@ -37,9 +37,9 @@ def totals(tensors: Iterable[TensorEntry]) -> dict[str, Total]:
 
 
 def readable(values: Mapping[str, object]) -> dict[str, str]:
-    """Return plain values by dotted name (``optimizers.default.groups.0.lr``), as text.
+    """Return the plain values of a checkpoint as text, by dotted name (``optimizers.default.groups.0.lr``).
 
-    Empty values, None, tensors, and an optimizer's values for each parameter are left out.
+    Empty values, None, tensors, and the values that an optimizer has for each parameter are left out.
     """
     return {name: text for name, text in _walk(values, "", LEVELS_MAX) if text}
 

@@ -1,4 +1,4 @@
-"""The words that a shell can complete on a command line of ``holdfast``: files, runs, ranks, attempts, checkpoints."""
+"""Shell completion of the arguments of ``holdfast``: files, runs, ranks, attempts (worker starts), checkpoints."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the request that the shell itself completes file names."""
+    """Return one item that asks the shell to complete file names itself."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return runs whose names begin with ``incomplete``, newest first; without a match, a request for file names."""
+    """Return the runs whose names begin with ``incomplete``, newest first.
+
+    If there are none, ask the shell to complete file names.
+    """
     from holdfast.cli.screen.run_lookup import RUNS, runs_below
 
     base = Path(str(ctx.params.get("run_dir") or RUNS))
@@ -31,7 +34,7 @@ def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -
 
 
 def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching ranks of the run that is named earlier on the line, or of the newest run."""
+    """Return the matching ranks of the run that is named on the command line, or of the newest run."""
     try:
         _, settings = _run_of(ctx)
     except HoldfastError:
@@ -40,7 +43,10 @@ def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 
 def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching numbers of worker starts that have logs, of the run on the line or of the newest run."""
+    """Return the matching attempts (numbers of starts of all workers) that have logs.
+
+    They are those of the run that is named on the command line, or of the newest run.
+    """
     from holdfast.cli.screen.log_tail import attempts as numbers
     from holdfast.cli.screen.run_view import Watch
 
@@ -52,7 +58,10 @@ def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 
 def checkpoints(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return checkpoints below a root, newest first, or their steps after ``ROOT@``; otherwise a request for files."""
+    """Return the matching checkpoints below a root, newest first; after ``ROOT@``, their steps.
+
+    If there are none, ask the shell to complete file names.
+    """
     root, at, _ = incomplete.rpartition("@")
     parent = root if at else incomplete.rpartition("/")[0]
     newest_first = _attempts_in(Path(parent or "."))
@@ -65,15 +74,15 @@ def checkpoints(ctx: click.Context, parameter: click.Parameter, incomplete: str)
 
 
 def _run_of(ctx: click.Context) -> tuple[RunDir, RunSettings]:
-    """Return the run that is named on the line. Raises: UsageError."""
+    """Return the run that is named on the command line, or the newest run. Raises: UsageError."""
     from holdfast.cli.screen.run_lookup import RUNS, find_run
 
-    left = iter(ctx.args)  # at an option without its value click stops, and leaves all words here
+    left = iter(ctx.args)  # at an option without its value click stops, and puts the other words here
     return find_run(ctx.params.get("run") or next(left, None), str(ctx.params.get("run_dir") or RUNS))
 
 
 def _attempts_in(root: Path) -> list[tuple[int, str]]:
-    """Return (step, name) of each attempt, newest first, valid or not."""
+    """Return (step, name) of each checkpoint directory below ``root``, newest first, whether valid or not."""
     from holdfast.store.format.manifest import attempt_key
 
     try:

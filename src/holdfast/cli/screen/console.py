@@ -1,6 +1,6 @@
 """The console of ``holdfast run``: output of ranks on stdout, messages of Holdfast on stderr, one status line.
 
-On a terminal the status line stays at the bottom; elsewhere it is a plain line every ``PLAIN_PERIOD_S`` seconds.
+On a terminal the status line stays at the bottom. In a pipe or file it is printed every ``PLAIN_PERIOD_S`` seconds.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ NAME = "holdfast: "
 
 
 def clock(at: float | None = None) -> str:
-    """Return Unix time ``at``, by default now, as the local time of day: ``21:52:45``."""
+    """Return Unix time ``at`` (None: now) as the local time of day: ``21:52:45``."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def dated(text: str) -> str:
-    """Return a console line of a run, with the name of Holdfast and the time of day before the text."""
+    """Return ``text`` with the name of Holdfast and the time of day before it: ``holdfast: 21:52:45 ...``."""
     return f"{NAME}{clock()} {text}"
 
 
 def marked(rank: int, line: str) -> str:
-    """Return a line of a rank with the rank's number before it, in place of torch's own number in a traceback."""
+    """Return a line of a rank with ``[rank N]`` before it. A ``[rankN]:`` that torch has printed is removed."""
     return f"[rank {rank}] {line.removeprefix(f'[rank{rank}]: ')}"
 
 
 class SafeConsole(Console):
-    """A rich console without highlighting. Printed text cannot drive the terminal; styles and the status line can."""
+    """A rich console without highlighting, in which control characters of printed text are escaped."""
 
     def __init__(
         self, *, stderr: bool = False, soft_wrap: bool = False, width_columns: int | None = None
@@ -52,15 +52,15 @@ class SafeConsole(Console):
         super().__init__(highlight=False, stderr=stderr, soft_wrap=soft_wrap, width=width_columns)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of rich, with control characters escaped."""
+        """Yield rich's segments of an object, with control characters of the text escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
 
 
 class Hanging:
-    """Lines that break between words, with later lines indented below the second word.
+    """A text that rich wraps between words, with later lines indented below the second word of the first line.
 
-    An id or path stays in one piece.
+    An id or path is not broken.
     """
 
     def __init__(self, text: Text) -> None:
@@ -80,7 +80,7 @@ class Hanging:
 
 
 def table_console() -> SafeConsole:
-    """Return a console for tables and long lines on stdout, which wraps only on a terminal."""
+    """Return a console for tables and long lines on stdout. It wraps lines only on a terminal."""
     console = SafeConsole()
     return console if console.is_terminal else SafeConsole(width_columns=UNWRAPPED_WIDTH)
 
@@ -88,7 +88,7 @@ def table_console() -> SafeConsole:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table on stdout.
 
-    On a terminal a wide cell is folded, except in tables of thousands of rows (too slow).
+    On a terminal wide cells are folded, except in a table of more than ``ROWS_FOLDED_MAX`` rows (folding is slow).
     """
     console = table_console()
     rows = [tuple(map(shown, row)) for row in rows]
@@ -116,8 +116,8 @@ class Screen:
         """Make the console of one run.
 
         Args:
-            marked: print the rank before each of its lines.
-            prefix: returns the text to print before the lines of a rank instead.
+            marked: True: print ``[rank N]`` before each line of a rank.
+            prefix: returns the text to print before each line of a rank, in place of ``[rank N]``.
         """
         self._marked = marked
         self._prefix = prefix
@@ -141,7 +141,7 @@ class Screen:
             self._live = None
 
     def rank(self, rank: int, line: str, *, always_marked: bool = False) -> None:
-        """Print a line that a rank printed."""
+        """Print a line of a rank's output. ``always_marked``: print ``[rank N]`` before it in any case."""
         text = self._of_rank(rank, line, always_marked=always_marked)
         if self._live is not None and self._console is not None:
             self._console.print(Text.from_ansi(coloured(text)))
@@ -154,19 +154,19 @@ class Screen:
         return marked(rank, line) if self._marked or always_marked else line
 
     def say(self, text: str) -> None:
-        """Print one line of Holdfast."""
+        """Print one message of Holdfast, with the time of day."""
         if self._live is not None and self._console is not None:
             self._console.print(Text.assemble((dated(""), "dim"), text))
         else:
             echo(dated(text), err=True)
 
     def status(self, text: str, updated: Sequence[tuple[int, str]] = ()) -> None:
-        """Replace the status line. Without a terminal, print it as a plain line when it is due.
+        """Replace the status line. Without a terminal, print it once per ``PLAIN_PERIOD_S`` seconds.
 
         Args:
             text: the status of the run.
-            updated: rank and text of lines that the ranks replace, such as progress bars. On a terminal, the first
-                ``UPDATED_ROWS_MAX`` stand above the status line.
+            updated: (rank, text) of lines whose text the ranks replace, such as progress bars. On a terminal, the first
+                ``UPDATED_ROWS_MAX`` are shown above the status line.
         """
         now_s = time.monotonic()
         if self._live is not None:

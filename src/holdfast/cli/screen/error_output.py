@@ -1,9 +1,9 @@
-"""The one place that turns an exception into a message for the user and an exit code for the shell.
+"""Conversion of an exception into a message for the user and an exit code. All commands use this module.
 
-Form, always on stderr::
+The message goes to stderr and has this form::
 
-    error: what was wrong and where
-      after: how far it came          (of a run)
+    error: the problem and its place
+      after: progress, time and cost  (of a run)
       log: path                       (when a run or a traceback file exists)
       next: the command or change to try
 """
@@ -39,12 +39,15 @@ from holdfast.text import closest
 _LOG = "log: "
 _NOTHING_SAID: Any = getattr(
     click.exceptions, "NoArgsIsHelpError", ()
-)  # of click 8.2; older versions print the help
+)  # since click 8.2; older versions print the help
 
 
 @contextmanager
 def logs_at(path: Path | str) -> Iterator[None]:
-    """Add ``path``, as the place with more details, to errors that leave this block. An inner path has precedence."""
+    """Add ``path``, where the user finds details, to each error that leaves the block of this context manager.
+
+    An error that already has such a path keeps it.
+    """
     try:
         yield
     except HoldfastError as error:
@@ -54,7 +57,7 @@ def logs_at(path: Path | str) -> Iterator[None]:
 
 
 def exit_code(error: HoldfastError) -> Exit:
-    """Return the documented code of an error that ended a command."""
+    """Return the exit code (docs/exit-codes.md) of a command that ended with ``error``."""
     if isinstance(error, UsageError):
         return Exit.USAGE
     if isinstance(error, NotMet):
@@ -65,23 +68,29 @@ def exit_code(error: HoldfastError) -> Exit:
 
 
 def no_colour() -> bool:
-    """Return True if the user wants no colours (https://no-color.org)."""
+    """Return True if the variable ``NO_COLOR`` is set and not empty (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def say(text: str, *, colour: str = "", lead: str = "") -> None:
-    """Print one message on stderr; ``lead`` is coloured if stderr is a terminal."""
+    """Print one message on stderr.
+
+    ``lead`` is printed before the text, and in ``colour`` if stderr is a terminal.
+    """
     if lead and sys.stderr.isatty() and not no_colour():
         lead = click.style(lead, fg=colour, bold=True)
     echo(text, lead=lead, err=True)
 
 
 def outcome(message: str, log: str, hint: str, report: str = "", after: str = "") -> None:
-    """Print a failure; empty parts are left out.
+    """Print a failure on stderr. Empty parts are left out.
 
     Args:
+        message: the problem and its place.
+        log: path with details.
+        hint: the command or change to try.
         report: path of the report on the fault that ended the run.
-        after: how far a run came.
+        after: progress, time and cost of the run.
     """
     say(message, colour="red", lead="error: ")
     if after:
@@ -95,14 +104,17 @@ def outcome(message: str, log: str, hint: str, report: str = "", after: str = ""
 
 
 def show(error: HoldfastError) -> Exit:
-    """Print a typed error and return its exit code."""
+    """Print an error of Holdfast on stderr, and return its exit code."""
     logs = [note.removeprefix(_LOG) for note in getattr(error, "__notes__", ()) if note.startswith(_LOG)]
     outcome(error.message, logs[0] if logs else "", error.hint)
     return exit_code(error)
 
 
 def show_unexpected(error: BaseException) -> Exit:
-    """Print an unexpected exception, and return its exit code. Its traceback goes to a private file that is named."""
+    """Print an unexpected exception on stderr, and return its exit code.
+
+    Its traceback is written to a file that only the user can read. The message names that file.
+    """
     text = f"{type(error).__name__}: {error}"
     internal = InternalError(f"this is a defect of Holdfast: {text}", hint="report it with the file above")
     try:
@@ -110,7 +122,7 @@ def show_unexpected(error: BaseException) -> Exit:
         with os.fdopen(fd, "w", errors="backslashreplace") as file:
             file.write(f"command: {masked(sys.argv)}\npython: {sys.version}\n\n")
             file.write(shown("".join(traceback.format_exception(error))))
-    except OSError:  # no place for a file
+    except OSError:  # the file cannot be written
         echo("".join(traceback.format_exception(error)), nl=False, err=True)
     else:
         internal.add_note(f"{_LOG}{path}")
@@ -118,7 +130,10 @@ def show_unexpected(error: BaseException) -> Exit:
 
 
 def of_the_machine(error: OSError) -> UserError | None:
-    """Return an error that the machine caused (permission, room, file descriptors); None: a defect of Holdfast."""
+    """Return an ``OSError`` that the machine caused (permission, disk space, file descriptors) as a ``UserError``.
+
+    Return None if the error must be a defect of Holdfast.
+    """
     hint = HINTS_OF_THE_MACHINE.get(error.errno or 0)
     if hint is None:
         return None
@@ -127,7 +142,7 @@ def of_the_machine(error: OSError) -> UserError | None:
 
 
 def working_directory() -> None:
-    """Check that the working directory exists. Raises: UsageError."""
+    """Check that the working directory exists and can be used. Raises: UsageError."""
     try:
         os.getcwd()
     except OSError as error:
@@ -137,7 +152,7 @@ def working_directory() -> None:
 
 
 def translate(error: click.ClickException) -> UsageError:
-    """Return an error of click about the command line as a UsageError, with a close flag as suggestion."""
+    """Return click's error about a command line as a ``UsageError``. For an unknown flag, suggest a similar one."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "holdfast"
     hint = f"{path} --help"
@@ -145,7 +160,7 @@ def translate(error: click.ClickException) -> UsageError:
         commands = ", ".join(context.command.list_commands(context))
         return UsageError(f"{path} needs a command: {commands}", hint=hint)
     if isinstance(error, click.NoSuchOption):
-        # The eye sees no difference between the two spellings, so none is made here.
+        # The suggestion has dashes, also for a flag that was given with underscores.
         close = closest(error.option_name.replace("_", "-"), _options(context))
         found = f"; did you mean {close}?" if close else ""
         if path.endswith((" run", " drill")):

@@ -1,9 +1,9 @@
-"""The console lines about faults. All ranks often make the same mistake of the script: it is printed only once.
+"""The console lines about faults. A mistake of the script often fails on all ranks; it is printed only once.
 
 Invariants:
 1. Each printed fault is named by its number and its rank.
-2. The log of an exception is shown once: the same text, apart from numbers, most often has the same cause.
-3. A rank that left because of another rank's fault shows no log: its output is about that fault.
+2. Of exceptions with the same text, apart from numbers, the log of only one is shown: they mostly have one cause.
+3. The log of a rank that left because of another rank's fault is not shown: its output is about that fault.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from holdfast.text import noun_of, plural, ranges
 
 
 class FaultAnnouncer:
-    """The printer of each fault, and of each recovery, as it comes.
+    """The printer of new faults and of new recoveries of a run.
 
     Args:
-        watch: the view of the run.
-        shown: returns True if the log of a rank in a start of all workers (its number) is already on the screen.
+        watch: the reader of the run's state.
+        shown: called with (attempt of the run, rank); returns True if the console already shows the log of that rank.
     """
 
     def __init__(self, watch: Watch, shown: Callable[[int, int], bool]) -> None:
         self._watch = watch
         self._shown = shown
-        self._faults = 0  # printed so far
+        self._faults = 0  # number of printed faults
         self._recoveries = 0
         self._raised: set[str] = set()  # exceptions whose log was shown
 
     def faults(self, screen: Screen) -> None:
-        """Print the new faults, with the last lines of ranks that are not on the screen."""
+        """Print the new faults, with the last lines of each failed rank whose log the console does not show."""
         faults = self._watch.story.faults
         for group in _gathered(faults[self._faults :], _words):
             screen.say(_text(group))
@@ -46,7 +46,7 @@ class FaultAnnouncer:
         self._faults = len(faults)
 
     def recoveries(self, screen: Screen, before: Callable[[], object]) -> None:
-        """Call ``before()`` and print the recoveries that have ended, if there are new ones."""
+        """Print the recoveries that have ended since the last call. If there are any, call ``before()`` first."""
         faults = self._watch.story.faults[self._recoveries :]
         if not (over := list(takewhile(lambda fault: fault.recovered_s is not None, faults))):
             return
@@ -75,7 +75,10 @@ def _text(faults: Sequence[FaultView]) -> str:
 
 
 def _answered(fault: FaultView, session: bool) -> str:
-    """Return how a fault was answered. For a script without a session it is not known whether training continues."""
+    """Return a text about the answer to a fault.
+
+    Only for a script with a ``session`` the text says that training continues. Otherwise that is not known.
+    """
     if not session:
         return f"all workers were started again after {fault.recovered_s:.2f} s"
     lost = f"{plural(fault.steps_lost, 'step')} lost, " if fault.steps_lost else ""
@@ -83,14 +86,14 @@ def _answered(fault: FaultView, session: bool) -> str:
 
 
 def _words(fault: FaultView) -> str:
-    """Return the text by which faults are compared: without the numbers of ranks, steps and so on."""
+    """Return the text by which faults are compared: the text of the fault without all numbers (ranks, steps, ...)."""
     return NUMBER.sub("", fault_what(fault))
 
 
 def _gathered(
     faults: Sequence[FaultView], alike: Callable[[FaultView], str | tuple[str, str, int]]
 ) -> list[list[FaultView]]:
-    """Return the faults in their order, grouped into lists of consecutive equal faults."""
+    """Return the faults in their order, grouped into lists of consecutive faults with equal values of ``alike``."""
     return [list(group) for _, group in groupby(faults, alike)]
 
 

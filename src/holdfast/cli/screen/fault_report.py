@@ -1,6 +1,6 @@
-"""One page per fault, made from the event log: rank, place, cause, duration, cost, and the next thing to do.
+"""One page per fault, made from the event log: rank, place, cause, duration, cost, and a suggestion for the user.
 
-It is deterministic: the same log gives the same report, so a newer version can report on an old run again.
+The same log always gives the same report. A newer version of Holdfast can also report on an old run.
 """
 
 from __future__ import annotations
@@ -40,12 +40,18 @@ USUAL_S = {
     "restored": 2.0,
     "resumed": 2.0,
 }
-"""The usual upper limit of each phase of a recovery. For a hang, detection takes its own bound and half a second."""
-OFTEN = 3  # faults of one rank after which its machine is suspected
+"""The usual upper limit of the duration of each phase of a recovery, in seconds.
+
+For the detection of a hang the limit is the learned bound of the hang plus 0.5 s.
+"""
+OFTEN = 3  # number of faults of one rank from which the report suspects its machine
 
 
 class PhaseTime(msgspec.Struct, frozen=True):
-    """One phase: seconds from the fault to its end, its duration, and the usual duration."""
+    """One phase of a recovery. ``at_s``: end of the phase, ``took_s``: its duration, ``usual_s``: its usual duration.
+
+    ``at_s`` counts from the fault. All are in seconds.
+    """
 
     phase: str
     at_s: float
@@ -54,12 +60,12 @@ class PhaseTime(msgspec.Struct, frozen=True):
 
     @property
     def late(self) -> bool:
-        """True if it took longer than usual."""
+        """True if the phase took longer than usual."""
         return self.took_s > self.usual_s
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault. Times in seconds; ``at`` is Unix time; paths are absolute."""
+    """The report on one fault. ``at`` is Unix time; all other times are durations in seconds; paths are absolute."""
 
     name: str
     run_id: str
@@ -73,15 +79,15 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     confidence: str
     evidence: list[str]
     stacks: list[str]
-    log: str  # empty: it is on that node
+    log: str  # empty: the log is on ``node``, not on this host
     log_tail: list[str]
     action: str
     reason: str
     decision: str
     timeline: list[PhaseTime]
     recovered: bool
-    session: bool  # the script has a session; without one it is not known whether it trains
-    lost_s: float  # time without training, if known
+    session: bool  # without a session it is unknown whether the script trains
+    lost_s: float  # time without training; 0: unknown
     steps_lost: int
     in_doubt: int
     saved: str
@@ -96,29 +102,32 @@ class _Case:
         self.fault = fault
         self._exits = exits
         self.hang: dict[str, Any] = {}
-        self.corrupted: dict[str, Any] = {}  # set if copies of the state differed
-        self.again: dict[str, int] = {}  # number of corruptions on each suspected node, this one included
+        self.corrupted: dict[str, Any] = {}  # data of the event; empty: no copies of the state differed
+        self.again: dict[str, int] = {}  # number of corruptions on each suspected node, this fault included
         self.events: list[Event] = []
 
     def last(self, kind: str) -> dict[str, Any]:
-        """Return the data of the newest event of a kind; empty if there is none."""
+        """Return the data of the newest event of a kind; empty: there is no such event."""
         return next((e.data for e in reversed(self.events) if e.kind == kind), {})
 
     @property
     def exited(self) -> dict[str, Any]:
-        """The data of the event for the exit of this fault's process; empty: it has not exited."""
+        """The data of the event about the exit of the failed process; empty: the process has not exited."""
         return self._exits.get(self.fault.member_id, {})
 
     @property
     def start_s(self) -> float:
-        """Seconds from the start of the slowest replacement to its join; 0 without one."""
+        """Seconds from the start to the join of the slowest replacement; 0: no replacement joined."""
         began = {e.data["member_id"]: e.t_mono for e in self.events if e.kind == "member_started"}
         joined = (e for e in self.events if e.kind == "joined" and e.data["member_id"] in began)
         return max((e.t_mono - began[e.data["member_id"]] for e in joined), default=0.0)
 
     @property
     def lost_with_it(self) -> list[dict[str, Any]]:
-        """Other faults that were detected before this one was answered, without broken collectives (consequences)."""
+        """The data of other faults that were detected before this fault was answered.
+
+        Faults that are only broken collectives are left out, because they are consequences.
+        """
         others = (e for e in self.all("detected") if e["member_id"] != self.fault.member_id)
         return [e for e in others if e["kind"] != "collective"]
 
@@ -133,7 +142,7 @@ class _Case:
 
 
 class IncidentLog:
-    """A reader of an event log that makes reports. Call ``take`` with the events in their order."""
+    """A reader of an event log that makes one report per fault. Call ``take`` with the events in their order."""
 
     def __init__(self, run: RunDir, settings: RunSettings) -> None:
         self._run = run
@@ -145,7 +154,7 @@ class IncidentLog:
         self._bound_s = 0.0
 
     def take(self, event: Event) -> None:
-        """Add one event."""
+        """Add the next event of the log."""
         known, unanswered = len(self._story.faults), self._story.unanswered
         self._story.take(event)
         if event.kind == "stalled":
@@ -161,7 +170,7 @@ class IncidentLog:
             if fault.kind == "corruption" and self._corrupted:
                 case.corrupted = self._corrupted[-1]
                 for node in sorted(set(case.corrupted["nodes"])):
-                    # A repetition at the same step is caused by the script.
+                    # Several corruptions at the same step count once: their cause is the script.
                     steps = {data["step"] for data in self._corrupted if node in data["nodes"]}
                     case.again[node] = len(steps)
             self._cases.append(case)
@@ -375,7 +384,7 @@ def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:
 
 
 def text(report: FaultReport) -> str:
-    """Return the report as text for one screen."""
+    """Return a report as text for one screen of a terminal."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
     node = f", {report.node}" if report.node else ""
     sure = f" ({report.confidence})" if report.kind in ("hang", "corruption") else ""
@@ -430,7 +439,10 @@ def _cost(report: FaultReport) -> str:
 
 
 def write(run: RunDir, report: FaultReport) -> Path:
-    """Write ``faults/F003.txt`` and ``.json`` into the run directory, and return the path of the text.
+    """Write a report into the run directory, as ``faults/F003.txt`` and ``faults/F003.json``.
+
+    Returns:
+        The path of the ``.txt`` file.
 
     Raises:
         OSError: a file cannot be written.
@@ -445,7 +457,7 @@ def write(run: RunDir, report: FaultReport) -> Path:
 
 
 def reports_of(run: RunDir, settings: RunSettings, events: Sequence[Event]) -> list[FaultReport]:
-    """Return all reports of a log."""
+    """Return the reports on all faults of a run, in the order of detection. ``events`` is its whole event log."""
     book = IncidentLog(run, settings)
     for event in events:
         book.take(event)

@@ -1,4 +1,4 @@
-"""Reading of the logs of ranks as they grow: plain files, one per rank and start of all workers (attempt)."""
+"""Reading of the growing logs of ranks: plain files, one per rank and attempt (start of all workers)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ def attempts(log_dir: Path) -> list[int]:
 
 
 def ranks_of(log_dir: Path, attempt: int) -> list[int]:
-    """Return the ranks that have a log in an attempt, ascending."""
+    """Return the ranks that have a log in an attempt (a start of all workers), ascending."""
     directory = log_path(log_dir, attempt, 0).parent
     found = [_RANK.fullmatch(p.name) for p in directory.iterdir()] if directory.is_dir() else []
     return sorted(int(match[1]) for match in found if match)
 
 
 class FileTail:
-    """The lines of one growing file.
+    """A reader of the lines of one growing file.
 
-    As on a terminal, text after ``\\r`` replaces its line: a progress bar is one line.
-
-    A line that is being replaced is returned once per ``UPDATED_PERIOD_S``, and when it is complete.
+    As on a terminal, text after ``\\r`` replaces the text of its line, so all states of a progress bar are one line.
+    The state of such a line is returned once per ``UPDATED_PERIOD_S``, and when the line is complete.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,11 +41,14 @@ class FileTail:
         self._clock = clock
         self._offset = 0
         self._rest = b""
-        self._replaced = False  # the line without an end has replaced another state of itself
-        self._updated_s: float | None = None  # when it was first replaced and not shown
+        self._replaced = False  # the text of the incomplete line was replaced at least once
+        self._updated_s: float | None = None  # time of the first replacement that was not yet returned
 
     def poll(self) -> list[str]:
-        """Return the lines completed since the last call; at most ``READ_SIZE_BYTES_MAX`` are read at once."""
+        """Return the lines that were completed since the last call.
+
+        One call reads at most ``READ_SIZE_BYTES_MAX`` bytes.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -57,7 +59,10 @@ class FileTail:
         return self.feed(data)
 
     def feed(self, data: bytes) -> list[str]:
-        """Return the lines that ``data``, the next piece of the file, completes, and a replaced line that is due."""
+        """Return the lines that are completed by ``data``, the next bytes of the file.
+
+        The state of an incomplete line is also returned if its text is being replaced and the period is over.
+        """
         *lines, rest = re.split(rb"\r?\n", self._rest + data)
         if lines:
             self._replaced, self._updated_s = False, None
@@ -65,7 +70,7 @@ class FileTail:
             self._replaced = True
             if self._updated_s is None:
                 self._updated_s = self._clock()
-        self._rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]  # a \r at the end may be the half of \r\n
+        self._rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]  # a \r at the end may belong to \r\n
         if self._updated_s is not None and self._clock() - self._updated_s >= UPDATED_PERIOD_S:
             self._updated_s = None
             lines.append(self._rest)
@@ -76,11 +81,11 @@ class FileTail:
 
     @property
     def updated(self) -> str:
-        """The newest state of a line that is being replaced, such as a progress bar; empty without one."""
+        """The newest text of an incomplete line that is being replaced (a progress bar); empty: there is none."""
         return _last_state(self._rest) if self._replaced else ""
 
     def drain(self) -> Iterator[str]:
-        """Yield the unread lines of a file that no process writes to, with a last line that has no line end."""
+        """Yield all unread lines of a file that no process writes to. The last line need not end with a newline."""
         before = -1
         while self._offset != before:
             before = self._offset
@@ -95,14 +100,14 @@ def _last_state(line: bytes) -> str:
 
 
 class LogTail:
-    """The lines of some ranks over all attempts, in the order of attempts."""
+    """A reader of the log lines of some ranks over all attempts (starts of all workers), in the order of attempts."""
 
     def __init__(self, log_dir: Path, shown: Callable[[int, int], bool]) -> None:
-        """Start with the first attempt.
+        """Make a reader that begins with the first attempt.
 
         Args:
-            log_dir: the directory of the ``attempt-NNN/`` directories.
-            shown: whether to read the log of this attempt and rank; asked again until it returns True.
+            log_dir: the directory that contains the directories ``attempt-NNN/``.
+            shown: called with (attempt of the run, rank); True: read this log. It is called until it returns True.
         """
         self._log_dir = log_dir
         self._shown = shown
@@ -110,10 +115,10 @@ class LogTail:
         self._tails: dict[int, FileTail] = {}
 
     def poll(self) -> Iterator[tuple[int, str]]:
-        """Yield (rank, line) of everything new. A new attempt ends the files of the attempt before it."""
+        """Yield (rank, line) for each new line. A new attempt ends the reading of the previous attempt."""
         for attempt in attempts(self._log_dir):
             if attempt > self._attempt:
-                self._open()  # it may have ended before the first look
+                self._open()  # a rank of the previous attempt may have ended before its log was first read
                 yield from self.drain()
                 self._attempt, self._tails = attempt, {}
             if attempt == self._attempt:
@@ -123,7 +128,7 @@ class LogTail:
                 yield rank, line
 
     def updated(self) -> list[tuple[int, str]]:
-        """Return rank and newest state of each line that is being replaced, such as a progress bar."""
+        """Return (rank, newest state) of each incomplete line whose text is being replaced, such as a progress bar."""
         return [(rank, line) for rank, tail in sorted(self._tails.items()) if (line := tail.updated)]
 
     def _open(self) -> None:
@@ -132,7 +137,7 @@ class LogTail:
                 self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
 
     def drain(self) -> Iterator[tuple[int, str]]:
-        """Yield rank and line for each unread line in the log files of the newest start of the ranks."""
+        """Yield (rank, line) for each unread line of the newest attempt. No process may write to its logs any more."""
         for rank, tail in sorted(self._tails.items()):
             for line in tail.drain():
                 yield rank, line

@@ -1,4 +1,4 @@
-"""The ranks of a run on one screen: a line for each; of many ranks, only for those that differ from the others."""
+"""The lines about the ranks in ``holdfast status``. Of many ranks, only those that differ from the others are shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ RANKS_SHOWN = 32
 
 
 def rank_parts(view: RunView, *, all_ranks: bool = False) -> list[RenderableType]:
-    """Return the lines about the ranks."""
+    """Return the lines about the ranks of a run.
+
+    With more than ``RANKS_SHOWN`` ranks the lines are a summary and the unusual ranks, unless ``all_ranks``.
+    """
     if all_ranks or len(view.ranks) <= RANKS_SHOWN:
         return [_table(view, view.ranks)]
     parts: list[RenderableType] = [Hanging(Text(f"ranks {summary(view)}"))]
@@ -33,13 +36,13 @@ def rank_parts(view: RunView, *, all_ranks: bool = False) -> list[RenderableType
 
 
 def summary(view: RunView) -> str:
-    """Return the number of ranks per activity, the most common first: ``1,022 training, 1 loading, 1 stopped``."""
+    """Return the number of ranks in each activity, most common first: ``1,022 training, 1 loading, 1 stopped``."""
     counts = Counter(_doing(view, one) for one in view.ranks)
     return ", ".join(f"{count:,} {doing}" for doing, count in counts.most_common())
 
 
 def odd_ones(view: RunView) -> list[RankView]:
-    """Return the ranks with an unusual activity, the slow ones, and those more than one step behind."""
+    """Return the ranks with an unusual activity, the stragglers, and the ranks that are more than one step behind."""
     ((usual, _),) = Counter(_doing(view, one) for one in view.ranks).most_common(1)
     newest = max(one.step for one in view.ranks)
     return [one for one in view.ranks if _doing(view, one) != usual or one.slow or one.step < newest - 1]
@@ -85,16 +88,16 @@ def _place(view: RunView, one: RankView) -> Text:
 
 
 def is_unseen(view: RunView, one: RankView) -> bool:
-    """Return True if the script probably runs without a session.
+    """Return True if the script of a rank probably runs without a session.
 
-    It reports no session, and has begun a collective or has run longer than a start takes.
+    The rank has reported no session, and it has begun a collective or has run for longer than a start takes.
     """
     starting = one.phase == Phase.STARTING.name.lower() and not view.session
     return starting and (one.trains or one.age_s > START_S)
 
 
 def _busy(one: RankView) -> Text:
-    """Return the time of the last step without waiting for peers, and a mark if the rank is a straggler."""
+    """Return the time of the rank's last step without waiting for peers, with a remark if the rank is a straggler."""
     text = f"{1e3 * one.busy_s:.0f} ms"
     slow = f"{text}, median {1e3 * one.usual_s:.0f} ms: {one.slow:.1f} x slower"
     return Text(slow, style="yellow") if one.slow else Text(text)

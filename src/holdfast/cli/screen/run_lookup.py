@@ -1,4 +1,4 @@
-"""The lookup of the run that a command means: by id or path, or the newest one."""
+"""The lookup of the run for a command: by the RUN argument (an id or a path), or the newest run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED_MAX = 4
 
 
 def run_dir_option(command: Any) -> Any:
-    """Return the command with the option ``[--run-dir DIR]``, which every command that reads runs has."""
+    """Add the option ``[--run-dir DIR]`` to a command, and return the command. All commands that read runs have it."""
     return click.option(
         "--run-dir",
         "--run_dir",
@@ -31,17 +31,17 @@ def run_dir_option(command: Any) -> Any:
 
 
 def run_argument(command: Any) -> Any:
-    """Return the command with ``[RUN] [--run-dir DIR]``, which every command that reads one run has."""
+    """Add ``[RUN] [--run-dir DIR]`` to a command, and return the command. All commands that read one run have them."""
     argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=run_names)
     return argument(run_dir_option(command))
 
 
 def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:
-    """Return the run's directory and settings.
+    """Find a run, and return its directory and its settings.
 
     Args:
-        asked: id, path of a run directory, or None for the newest run.
-        base: the directory of the runs.
+        asked: id of the run (its beginning is enough), or path of its directory; None: the newest run.
+        base: the directory that contains the runs.
 
     Raises:
         UsageError: there is no such run.
@@ -51,14 +51,14 @@ def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:
 
 
 def name_of(run: Path) -> str:
-    """Return the argument by which another command finds this run from the working directory, quoted for a shell.
+    """Return the RUN argument by which a command finds this run from the working directory, quoted for a shell.
 
     Args:
         run: the directory of the run.
     """
     try:
         default = run.parent.samefile(RUNS)
-    except OSError:  # there is no default directory of runs here
+    except OSError:  # the working directory has no default directory of runs
         default = False
     return shlex.quote(run.name if default else str(run))
 

@@ -1,4 +1,4 @@
-"""A run and its faults in words: facts and sentences that several commands show."""
+"""Texts about a run and its faults that several commands show."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LOSS_SHOWN_LEAST = 0.01
 
 
 def near(path: str) -> str:
-    """Return ``path`` relative to the working directory if it is below it; otherwise unchanged."""
+    """Return ``path`` relative to the working directory if the path is below that directory; otherwise unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 
 
 def facts(view: RunView) -> list[str]:
-    """Return short facts for a headline or a status line, the most important first."""
+    """Return short facts about a run for a headline or a status line, the most important first."""
     found = []
     if view.session or view.step:
         found.append(f"step {view.step:,}")
@@ -40,7 +40,7 @@ def facts(view: RunView) -> list[str]:
     if view.faults:
         found.append(plural(len(view.faults), "fault"))
     if view.session and (view.code not in (None, Exit.OK, Exit.REQUEUE) or view.state == "lost"):
-        found.append(kept(view))  # recoveries may have lost nothing, and the end much
+        found.append(kept(view))  # the end of the run may have lost steps, even if no recovery did
     elif view.session and view.faults:
         found.append(f"{plural(view.steps_lost, 'step')} lost")
     if view.still_s:
@@ -52,13 +52,13 @@ def facts(view: RunView) -> list[str]:
 
 
 def largest_loss(view: RunView) -> str:
-    """Return the largest cause of lost time, if it is more than a hundredth of the whole; otherwise empty."""
+    """Return the largest cause of lost time with its duration; empty: it is at most 1 % of the run's time."""
     cause, lost_s = max(view.losses.items(), key=lambda loss: loss[1], default=("", 0.0))
     return f" ({cause} {span(lost_s)})" if lost_s > LOSS_SHOWN_LEAST * view.elapsed_s else ""
 
 
 def kept(view: RunView) -> str:
-    """Return a text with the newest checkpoint and the lost steps of a run that did not end well."""
+    """Return a text about the newest checkpoint of a run and the steps after it, which are lost."""
     behind = 0 if view.cut_off else view.step - max(view.kept_step, 0)
     newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
     not_kept = "is not kept" if behind == 1 else "are not kept"
@@ -66,32 +66,35 @@ def kept(view: RunView) -> str:
 
 
 def fault_text(fault: FaultView) -> str:
-    """Return a fault in words, such as ``rank 2: killed by SIGKILL, in backward of step 20``."""
+    """Return a text about a fault with its rank: ``rank 2: killed by SIGKILL, in backward of step 20``."""
     return f"rank {fault.rank}: {fault_what(fault)}"
 
 
 def fault_what(fault: FaultView) -> str:
-    """Return a fault in words without the rank."""
+    """Return a text about a fault without its rank: ``killed by SIGKILL, in backward of step 20``."""
     what = first_line(named(fault.what)) or fault.kind
-    # A broken collective is named with the place of its call.
+    # The text of a broken collective already contains the place of its call.
     said = fault.phase in ("", NO_PAGE) or f"in {fault.phase} of step {fault.step}" in what
     return what if said else f"{what}, {fault_place(fault)}"
 
 
 def named(what: str) -> str:
-    """Return the text with the name of the signal after its number."""
+    """Return a text with the name of each signal after its number: ``by signal 9 (SIGKILL)``."""
 
     def name(told: re.Match[str]) -> str:
         try:
             return f"{told[0]} ({signal.Signals(int(told[1])).name})"
-        except ValueError:  # not every number has a name
+        except ValueError:  # some signal numbers have no name
             return told[0]
 
     return re.sub(r"\bby signal (\d+)(?=$|,)", name, what)
 
 
 def alike(faults: Sequence[FaultView]) -> str:
-    """Return the common text of all faults of a run, apart from numbers; empty if they differ, or are too few."""
+    """Return one text for all faults of a run, if they differ only in numbers.
+
+    Empty if the faults differ otherwise, or if there are fewer than ``ALIKE_LEAST``.
+    """
     own = [fault for fault in faults if fault.what != LEFT_FOR_RESTART]
     if len(own) < ALIKE_LEAST or len({NUMBER.sub("", fault_what(fault)) for fault in own}) > 1:
         return ""
@@ -101,7 +104,7 @@ def alike(faults: Sequence[FaultView]) -> str:
 
 
 def fault_place(fault: FaultView) -> str:
-    """Return the place of a fault. It is unknown for a script that has not opened a session."""
+    """Return a text about the place of a fault in the script: phase and step, or that no session was open."""
     if fault.phase == Phase.STARTING.name.lower():
         return "before any session"
     if fault.phase == NO_PAGE:
@@ -114,12 +117,12 @@ def fault_place(fault: FaultView) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of an exception's text; the log has all of them."""
+    """Return the first line of a text; empty for an empty text."""
     return next(iter(text.splitlines()), "")
 
 
 def again(view: RunView) -> str:
-    """Return the next command after an early end of a run: where the run continues, and what is lost."""
+    """Return a suggestion after an early end of a run: the next command, the step at which it continues, lost steps."""
     if view.left:
         return "start the same command to give the job this node again"
     if not view.session:
@@ -131,7 +134,7 @@ def again(view: RunView) -> str:
         lost = f" ({plural(view.step, 'step')} lost)" if view.step else ""
         return f"start the same command: it begins again at step 0, there is no checkpoint{lost}"
     own = Path(view.directory) / "checkpoints"
-    # The script named no directory, so a new run would look into its own, which is empty.
+    # The script named no directory for checkpoints, so a new run would look into its own directory, which is empty.
     start, good = (
         (f"HOLDFAST_CHECKPOINT={shlex.quote(str(own))} and", "; for good: session(checkpoint=...)")
         if own.is_dir() and Path(view.root or own).resolve() == own.resolve()

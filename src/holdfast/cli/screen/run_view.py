@@ -1,4 +1,4 @@
-"""The state of a run, read from its event log and status pages alone. It works for live, finished and crashed runs."""
+"""The state of a live, finished or crashed run, read only from its event log and its status pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ State = Literal["starting", "running", "recovering", "exiting", "ended", "lost"]
 
 
 class RankView(msgspec.Struct):
-    """One rank. ``age_s``: seconds since the rank last entered a phase."""
+    """One rank. ``age_s``: seconds since the rank last entered a phase (see :class:`Phase`)."""
 
     rank: int
     member_id: int
@@ -44,16 +44,18 @@ class RankView(msgspec.Struct):
     generation: str
     repeated: int
     busy_s: float = 0.0  # time of the last committed step without waiting for peers; 0: unknown
-    slow: float = 0.0  # ratio of the time of its steps to that of the others; 0: not a straggler
-    usual_s: float = 0.0  # the median of its steps at the time of that finding
+    slow: float = 0.0  # time of the rank's steps / time of the other ranks' steps; 0: not a straggler
+    usual_s: float = 0.0  # median time of the rank's steps when it was found to be a straggler
     section: str = ""
-    trains: bool = False  # it has begun a collective, with a session or without
+    trains: bool = False  # the rank has begun a collective, with a session or without
     stopped: bool = False  # a signal has stopped its process
 
 
 class SpareView(msgspec.Struct):
-    """A spare: a process that waits to become a rank. ``where``: its place; empty until it is ready. ``age_s``: seconds
-    in this state."""
+    """A spare, a process that waits to become a rank.
+
+    ``where``: the place in the script where it waits; empty: it is not ready. ``age_s``: seconds in this state.
+    """
 
     pid: int
     where: str
@@ -61,9 +63,9 @@ class SpareView(msgspec.Struct):
 
 
 def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
-    """Return how often and where this exception came up to this fault; empty for the first time.
+    """Return a text about how often, and at which steps, the exception of ``fault`` has occurred up to this fault.
 
-    Exceptions that differ only in numbers count as the same.
+    Empty if it has occurred once. Exceptions whose texts differ only in numbers count as the same.
     """
     words = NUMBER.sub("", fault.what)
     same = [f for f in faults if f.kind == fault.kind == "exception" and NUMBER.sub("", f.what) == words]
@@ -73,15 +75,19 @@ def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
 
 
 INSIDE = frozenset({"forward", "backward", "vote", "update", "commit"})
-OUTSIDE = frozenset({"ready", "finished"})  # these ranks wait if other ranks are inside a step
+OUTSIDE = frozenset({"ready", "finished"})  # a rank in these phases waits if another rank is inside a step
 STILL_STEPS, STILL_S = 10, 10.0
 
 
 class RunView(msgspec.Struct):
-    """One run. ``code`` and ``meaning`` are set after its end. ``goodput``: the share of its time that is not in
-    ``losses`` (seconds by cause, see ``lost_time.py``); None before the first step. ``still_s``: seconds since any rank
-    made progress; 0 if steps may take that long. ``kept_step``: step of the newest checkpoint, sealed in this run or
-    found at its start; -1: none.
+    """One run.
+
+    Attributes:
+        code, meaning: exit code and its meaning in words; None and empty before the end of the run.
+        losses: lost seconds by cause (see ``lost_time.py``).
+        goodput: share of the run's time that is not in ``losses``, from 0 to 1; None before the first step.
+        still_s: seconds since any rank made progress; 0: a step may take that long.
+        kept_step: step of the newest checkpoint, sealed in this run or found at its start; -1: none.
     """
 
     run_id: str
@@ -107,19 +113,19 @@ class RunView(msgspec.Struct):
     ranks: list[RankView]
     faults: list[FaultView]
     command: list[str]
-    root: str = ""  # where its session saves
+    root: str = ""  # directory or URL where the session saves
     spares: list[SpareView] = []
-    left: bool = False  # only this node has left; the job continues on the others
-    cut_off: bool = False  # cut off, or ended here: other nodes may have continued, or saved more
-    hosts: list[HostView] = []  # of a job of several hosts
+    left: bool = False  # only this node has left; the job continues on the other nodes
+    cut_off: bool = False  # other nodes may have continued without this one, or saved a newer step
+    hosts: list[HostView] = []  # empty for a job of one host
     here: str = ""  # the name of this host
     heard_at: float = 0.0  # when the newest line of the event log was written, Unix time
-    found_step: int = -1  # step of the checkpoint at its start; -1: none
+    found_step: int = -1  # step of the checkpoint from which the run started; -1: none
     losses: dict[str, float] = {}
 
 
 class Watch:
-    """The state of one run, read repeatedly: each time only new events are read."""
+    """A reader of the state of one run. Each call reads only the events that were added since the last one."""
 
     def __init__(self, directory: RunDir, settings: RunSettings) -> None:
         self.directory = directory
@@ -135,26 +141,29 @@ class Watch:
 
     @property
     def log_dir(self) -> Path:
-        """The directory of the ``attempt-NNN/`` directories."""
+        """The directory that contains the directories ``attempt-NNN/`` with the logs of ranks."""
         return Path(log_root(self.directory, self.settings))
 
     def read(self) -> RunHistory:
-        """Read the new events of the log, and return the history."""
+        """Read the new events of the event log, and return the history of the run."""
         for event in self._follower.poll():
             self.story.take(event)
         return self.story
 
     def local_rank(self, attempt: int, rank: int) -> int | None:
-        """Return the local rank of ``rank`` on this node in start ``attempt`` of all workers, or None if unknown."""
+        """Return the local rank of ``rank`` on this node; None: it is unknown, or the rank ran on another node.
+
+        ``attempt`` is the number of the start of all workers.
+        """
         return self.story.places.get((attempt, rank), {}).get(self.settings.node)
 
     def local_ranks(self) -> dict[int, int]:
-        """Return, for each rank that ran on this node, the local rank of its newest process here."""
+        """Return the local rank of each rank that ran on this node, by rank. The newest process of a rank counts."""
         node, places = self.settings.node, sorted(self.story.places.items())
         return {rank: seats[node] for (_, rank), seats in places if node in seats}
 
     def poll(self) -> RunView:
-        """Read the new events and the status pages, and return the whole state."""
+        """Read the new events and the status pages, and return the whole state of the run."""
         self.read()
         story, settings = self.story, self.settings
         ranks = self._ranks()
@@ -232,7 +241,7 @@ class Watch:
     def _speed(self, step: int) -> float | None:
         now_s = time.monotonic()
         if not self.story.session:
-            self._speeds.clear()  # a resume jumps from 0 to its step at once, which is no speed
+            self._speeds.clear()  # at a resume the step jumps from 0 to that of the checkpoint, which is no speed
         self._speeds.append((now_s, step))
         while len(self._speeds) > 2 and now_s - self._speeds[0][0] > SPEED_WINDOW_S:
             self._speeds.popleft()
@@ -242,7 +251,7 @@ class Watch:
         )
 
     def _losses(self, now: float, step: int, still_s: float) -> dict[str, float] | None:
-        """Return the lost seconds by cause; None before the first step, when the start is not over."""
+        """Return the lost seconds of the run by cause; None before the first step, when the start is not over."""
         begun, story = self.settings.created_at, self.story
         made = step - max(story.found_step, 0)
         if now <= begun or not story.session or made <= 0:
@@ -255,20 +264,19 @@ class Watch:
 
 
 def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
-    """Return the log of the rank that failed; None: it is on another node."""
+    """Return the path of the log of the rank that failed; None: the log is on another node."""
     if fault.node not in ("", settings.node):
         return None
     return log_path(log_root(run, settings), fault.attempt, fault.rank)
 
 
 def meaning(code: Exit, session: bool) -> str:
-    """Return the meaning of an exit code in words.
+    """Return the meaning of a run's exit code in words.
 
-    Args:
-        session: a session was opened. Without one there was nothing to save.
+    ``session`` is True if the script had opened a session. Without a session there was nothing to save.
     """
     if code is Exit.USAGE:
-        return "nothing was started"  # its own arguments are checked before there is a run
+        return "nothing was started"  # the arguments were wrong; they are checked before there is a run
     if code is Exit.UNSAVED and not session:
         return "asked to exit; no session was open, so there was nothing to save"
     return MEANING[code]
@@ -299,7 +307,7 @@ def _rank_view(page: Page) -> RankView:
 
 
 def _still_s(ranks: list[RankView]) -> float:
-    """Return the seconds since any rank in a session made progress. Return 0 if steps may take that long."""
+    """Return the seconds since any rank in a session made progress; 0: a step may take that long."""
     living = [r for r in ranks if r.alive]
     busy_s = max((r.busy_s for r in living), default=0.0)
     inside = any(r.phase in INSIDE for r in living) and all(r.phase in INSIDE | OUTSIDE for r in living)
@@ -310,6 +318,6 @@ def _still_s(ranks: list[RankView]) -> float:
 
 
 def _age_s(page: Page) -> float:
-    """Return the seconds since the worker last entered a phase; 0: it has entered none."""
+    """Return the seconds since the worker of a status page last entered a phase; 0: it has entered none."""
     entered_ns = page[Word.ENTERED_NS]
     return round(max(0.0, time.monotonic() - entered_ns / 1e9), 3) if entered_ns else 0.0

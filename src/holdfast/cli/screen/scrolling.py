@@ -1,4 +1,4 @@
-"""A changing text that is longer than the terminal, with keys to scroll."""
+"""Display of a changing text that is longer than the terminal, with keys to scroll."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ FIRST, LAST, QUIT = ("H", "1~", "g"), ("F", "4~", "G"), "q"
 
 
 class Scroller:
-    """A scroller with keys from stdin, if it is a terminal in the foreground. Use it as a context manager."""
+    """A window on a long text, with keys to scroll. Use it as a context manager.
+
+    Keys are read only if stdin is a terminal and this process is in its foreground.
+    """
 
     def __init__(self, console: Console) -> None:
         self.quit = False
@@ -57,11 +60,11 @@ class Scroller:
 
     @property
     def _page(self) -> int:
-        """The number of text lines that fit on the screen; one more line shows the position."""
+        """The number of text lines of the window. The last line of the screen shows the position."""
         return max(self._console.height - 1, 1)
 
     def window(self, whole: RenderableType) -> RenderableType:
-        """Return the visible part of ``whole``: all of it, if it fits."""
+        """Return the visible part of ``whole``, a text for rich. If the whole text fits, return it unchanged."""
         lines = self._console.render_lines(whole, pad=False)
         self._lines = len(lines)
         self._move(0)
@@ -74,7 +77,7 @@ class Scroller:
         return Group(Segments(shown), Text(place, style="dim reverse", no_wrap=True, overflow="ellipsis"))
 
     def wait(self, until_s: float) -> bool:
-        """Wait for a key, at most until ``until_s`` of the monotonic clock. Return True if one came."""
+        """Wait for a key and scroll by it. Return False if no key was pressed by ``until_s`` (monotonic clock)."""
         left_s = max(until_s - time.monotonic(), 0.0)
         if self._input is None:
             time.sleep(left_s)
@@ -104,5 +107,5 @@ class Scroller:
 
 
 def _leave(number: int, _frame: object) -> NoReturn:
-    """Exit in an orderly way, so that the terminal is restored."""
+    """Exit through ``SystemExit`` after a signal, so that ``__exit__`` restores the terminal."""
     sys.exit(128 + number)

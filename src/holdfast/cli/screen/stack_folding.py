@@ -1,4 +1,4 @@
-"""Stacks for a reader: the main thread first, threads and frames of Holdfast folded into a line."""
+"""Python stacks for a reader: the main thread first, and threads and frames of Holdfast replaced by one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from holdfast.text import plural
 
 
 def folded(stacks: str) -> str:
-    """Return the stacks of one process, written by faulthandler, in the order of interest to a user."""
+    """Return the stacks of one process for a reader: main thread first, then threads with frames of the user.
+
+    ``stacks`` is the output of ``faulthandler``. Threads and frames of Holdfast are replaced by one line.
+    """
     blocks = [block for block in stacks.strip("\n").split("\n\n") if block.strip()]
     blocks.sort(key=lambda block: (MAIN not in block, not _has_user_frame(block)))
     shown = [block for block in blocks if MAIN in block or not _is_own(block)]

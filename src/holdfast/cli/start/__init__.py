@@ -1,3 +1,3 @@
-"""From a command line to a running job: flags, their files and schedulers, the checks before the first worker, and
-the launcher, which is the front process of a run.
+"""The start of a job from a command line: flags from words, files and schedulers, checks before the first worker, and
+the launcher.
 """

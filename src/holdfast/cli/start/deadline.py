@@ -1,4 +1,4 @@
-"""A point in time on a command line: a span from now, a time of day, or a date with a time."""
+"""A point in time on a command line: a duration from now, a time of day, or a date with a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ HINT = "a span (90s, 10m, 1h30m), a time of day (14:30) or a date with a time (2
 
 
 def seconds_until(text: str, now: datetime) -> float:
-    """Return the seconds from ``now`` (with a time zone) to the moment that ``text`` names; 0 if it has passed.
+    """Return the seconds from ``now`` to the point in time that ``text`` names; 0 if it has passed.
 
-    A time of day is the next one in the zone of ``now``. A date without a zone is in the zone of ``now`` as well.
+    ``now`` has a time zone. A time of day means its next occurrence, in that zone. A date with a time but without a
+    zone is also in that zone.
 
     Raises:
         UsageError: ``text`` has no known form.

@@ -9,12 +9,12 @@ import click
 
 
 class FiniteNumber(click.FloatRange):
-    """A finite number: ``nan`` would pass every range check, and settings cannot store ``inf``."""
+    """A click type for a finite number. ``nan`` would pass every range check, and settings cannot store ``inf``."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number that click parses. Refuse one that is not finite."""
+        """Return the number that click parses from ``value``. A number that is not finite is an error of click."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)

@@ -1,10 +1,11 @@
 """Flags of ``holdfast run`` from files: ``holdfast.toml``, and ``[tool.holdfast]`` of ``pyproject.toml``.
 
 Rules:
-1. The command line has precedence over a variable, then ``holdfast.toml``, then ``pyproject.toml``, then the default.
-   If two flags set the same thing (``RIVALS``), only the one from the place with precedence counts.
-2. The files of the working directory are read, and no others.
-3. A key that is no flag, or a value of another type, is an error: no setting is ignored silently.
+1. The sources of a value, in the order of precedence: command line, environment variable, ``holdfast.toml``,
+   ``pyproject.toml``, default. If two flags set the same thing (``RIVALS``), only the flag from the source with
+   precedence counts.
+2. Only the files of the working directory are read.
+3. A key that is no flag is an error, and so is a value of another type. No setting is ignored silently.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from holdfast.text import closest
 FILES = ("holdfast.toml", "pyproject.toml")
 COMMAND_LINE, DEFAULT = "command line", "default"
 NEVER = frozenset({"explain", "print_completion"})
-"""Keys of flags that concern a single call of the command, so that no file can set them."""
+"""Keys of flags that no file can set, because they concern a single call of the command."""
 RIVALS = (
     frozenset({"grace_s", "shutdown_timeout"}),
     frozenset({"rdzv_endpoint", "master_addr"}),
@@ -37,9 +38,12 @@ _IN_WORDS = {"text": "a text", "whole": "a whole number", "number": "a number", 
 
 @dataclass
 class FlagValues:
-    """The values of all flags by key.
+    """The values of all flags.
 
-    ``sources`` has the origin of each value. ``over`` has the files whose value for a key is overridden.
+    Attributes:
+        values: the value of each flag, by key.
+        sources: the source of each value, by key: ``command line``, a variable, a file or ``default``.
+        over: by key, the files whose value for the flag is overridden by another source.
     """
 
     values: dict[str, Any]
@@ -48,12 +52,12 @@ class FlagValues:
 
     @property
     def given(self) -> frozenset[str]:
-        """Keys that the user has set anywhere."""
+        """Keys of the flags that have a value from another source than the default."""
         return frozenset(key for key, source in self.sources.items() if source != DEFAULT)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line for each file that sets a value."""
+        """One line for each file that sets a flag, with the names of these flags."""
         found = []
         for name in FILES:
             used = ", ".join(flag.name for flag in FLAGS if self.sources.get(flag.key) == name)
@@ -70,7 +74,7 @@ def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Fl
         directory: the directory of the files.
 
     Raises:
-        UsageError: a file that cannot be read, an unknown key, or a value that the flag does not take.
+        UsageError: a file cannot be read, or has an unknown key or a value that the flag does not accept.
     """
     sources = {key: _source(ctx, key) for key in values}
     settled = FlagValues(dict(values), sources)
@@ -86,7 +90,7 @@ def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Fl
 
 
 def explanation(settled: FlagValues) -> list[tuple[str, str, str]]:
-    """Return flag, value and source of each flag that has an effect; those that are set come first."""
+    """Return (flag, value, source) as text for each flag that has an effect. Flags that are set come first."""
     flags = [flag for flag in FLAGS if flag.use == "used" and flag.key not in NEVER]
     rows = []
     for flag in sorted(flags, key=lambda flag: settled.sources[flag.key] == DEFAULT):
@@ -145,7 +149,7 @@ def _flags(path: Path, items: Iterable[tuple[str, Any]]) -> list[tuple[RunFlag, 
 
 
 def _checked(path: Path, flag: RunFlag, value: Any) -> Any:
-    """Return the value in the type of the flag. Raises: UsageError."""
+    """Return a value from a file, converted to the type of the flag. Raises: UsageError."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if flag.kind == "text" and (isinstance(value, str) or is_whole):
         return str(value)

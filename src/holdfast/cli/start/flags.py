@@ -1,7 +1,7 @@
-"""Every flag of ``holdfast run``, as data: torchrun's whole list and our own few.
+"""Every flag of ``holdfast run``, as data: all flags of torchrun, and the flags that only Holdfast has.
 
-Each of torchrun's flags is *used*, accepted *without effect* (a note says why when it is given), or *refused* by name
-with the reason. ``docs/run-flags.md`` holds the same table, and tests compare both with torch's own parser.
+Each flag of torchrun is *used*, accepted *without effect* (a note then gives the reason), or *refused* by name with the
+reason. ``docs/run-flags.md`` has the same table. Tests compare both tables with torchrun's own parser.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ _ONE_NODE = "the workers meet through the agents"
 
 @dataclass(frozen=True)
 class RunFlag:
-    """One flag. ``about`` is the help text, or the reason if the flag has no effect or is refused."""
+    """One flag of ``holdfast run``. ``about``: its help text, or the reason why it has no effect or is refused."""
 
-    name: str  # spelling with dashes; the one with underscores is accepted, too
+    name: str  # spelling with dashes; the spelling with underscores is also accepted
     kind: Kind
     use: Use
     about: str
     short: str = ""
     default: str | int | float | bool | None = None
-    env: bool = True  # read PET_<NAME>, as torchrun does
-    ours: bool = False
-    own_variable: str = ""
+    env: bool = True  # the variable PET_<NAME> sets the flag, as in torchrun
+    ours: bool = False  # torchrun has no such flag
+    own_variable: str = ""  # environment variable of a flag that torchrun does not have; empty: none
 
     @property
     def key(self) -> str:
-        """The name of the value in Python."""
+        """The name of the flag's value in Python: without leading dashes, with underscores."""
         return self.name.removeprefix("--").replace("-", "_")
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All accepted spellings."""
+        """All accepted spellings of the flag, with leading dashes."""
         long = tuple(dict.fromkeys((self.name, f"--{self.key}")))
         return (self.short, *long) if self.short else long
 
     @property
     def variable(self) -> str | None:
-        """The environment variable that sets the flag, if any."""
+        """The environment variable that sets the flag; None: there is none."""
         return f"PET_{self.key.upper()}" if self.env and not self.ours else self.own_variable or None
 
     def row(self) -> str:
-        """Return the line of the flag in ``docs/run-flags.md``."""
+        """Return the row of the flag in the Markdown table of ``docs/run-flags.md``."""
         names = ", ".join(f"`{s}`" for s in ((self.short, self.name) if self.short else (self.name,)))
         variable = f"`{self.variable}`" if self.variable else ""
         return f"| {names} | {variable} | {self.use} | {self.about} |"

@@ -1,4 +1,4 @@
-"""``holdfast help COMMAND``, and the sections of ``holdfast run --help``."""
+"""The command ``holdfast help COMMAND``, and the sections of ``holdfast run --help``."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _METAVAR_OF = {key: name for name, keys in _METAVARS.items() for key in keys}
 
 
 class RunCommand(click.Command):
-    """The help of ``holdfast run``: examples, then the flags by topic. The flags themselves are in ``flags.py``."""
+    """A click command whose help shows examples, then the flags by topic. It is used for ``holdfast run``."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help as click does, with the examples before the flags."""
+        """Write the help page as click does, with the examples before the flags."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         with formatter.section("Examples"):
@@ -65,7 +65,7 @@ class RunCommand(click.Command):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the flags by topic; those without effect, and the refused ones, come last."""
+        """Write the flags by topic. Flags without effect and refused flags come last."""
         for title, keys in TOPICS:
             with formatter.section(title):
                 formatter.write_dl([_row(BY_KEY[key]) for key in keys])
@@ -75,7 +75,7 @@ class RunCommand(click.Command):
 
 
 def metavar(flag: RunFlag) -> str:
-    """Return the placeholder for the value of a flag."""
+    """Return the placeholder for a flag's value in the help, such as ``SECONDS``; empty for a switch."""
     return "" if flag.kind == "switch" else _METAVAR_OF.get(flag.key, "TEXT")
 
 

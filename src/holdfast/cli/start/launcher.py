@@ -1,7 +1,7 @@
-"""The front process of a run: it starts the agent, shows the progress, and passes signals on. It has no protocol state.
+"""The launcher, the process of ``holdfast run``. It starts the agent, shows progress and logs, and passes signals on.
 
-It shows only what it reads from files, so its death does not harm the run: the agent then asks for a graceful exit. If
-the agent dies first, the launcher starts a successor, which adopts the workers.
+The launcher has no state of the protocol and shows only the content of files. If it dies, the agent asks the run for a
+graceful exit. If the agent dies, the launcher starts a new agent, which adopts the workers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from holdfast.text import plural
 
 POLL_S = 0.1
 LOOK_EVERY = 3  # number of polls between two looks at the event log and the pages
-SUCCESSORS_MAX = 16  # in a row
+SUCCESSORS_MAX = 16  # new agents in a row of which none lived for LONG_LIFE_S
 LONG_LIFE_S = 5.0  # an agent that lived longer than this is no failed start
 SUCCESSOR_PAUSE_S = 0.2
 AGENT_STOPPED_S = 5.0
 ASK_S = 5.0  # time limit for the answer of an agent
 ROOM_WAIT_S = 120.0  # time limit for room on the disk, equal to the wait for a node
 KEYS = (signal.SIGINT, signal.SIGQUIT)
-AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
+AFTER_END_S = 10.0  # time limit for the exit of the agent after the end of the run
 
 HINT = "next: "
 NOWHERE = "nowhere to run"
@@ -68,12 +68,12 @@ NEXT = {
 
 
 def launch(request: Request) -> int:
-    """Run a job to its end and return the documented exit code.
+    """Run a job to its end and return its exit code (docs/exit-codes.md).
 
     Raises:
         UsageError: no worker can be started, the run directory cannot be made, or the run is still active.
-        UserError: the run directory was removed or moved, or had no room for a long time.
-        InternalError: agents die one after the other.
+        UserError: the run directory was removed or moved, or its disk was full for too long.
+        InternalError: too many agents have died soon after their start.
     """
     run_dir = RunDir(request.run_dir)
     remove_forgotten()
@@ -82,7 +82,7 @@ def launch(request: Request) -> int:
     if request.settings.log_dir:
         _make_logs(Path(request.settings.log_dir))
     run_dir.create(request.token)
-    run_dir.hold_launch()  # before the directory is known as a run: another start of it tests this lock
+    run_dir.hold_launch()  # another start of the same run tests this lock, as soon as the settings are saved
     if earlier is not None:
         stay = ", its checkpoints stay" if bring_checkpoints(run_dir, earlier) else ""
         note = f"the earlier start of this run is in {earlier}{stay}"
@@ -101,7 +101,7 @@ def launch(request: Request) -> int:
 
 
 def _make_logs(directory: Path) -> None:
-    """Make the directory of the logs, which the workers need to start. Raises: UsageError."""
+    """Make the directory of the logs, without which no worker can start. Raises: UsageError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -112,10 +112,10 @@ def _make_logs(directory: Path) -> None:
 
 
 def _make_room(run_dir: RunDir) -> Path | None:
-    """Move an earlier start of this run aside, and return its new place.
+    """Rename the directory of an earlier start of this run. Return its new path; None: there was no earlier start.
 
     Raises:
-        UsageError: the earlier start still runs, or cannot be moved.
+        UsageError: the earlier start is still active, or its directory cannot be renamed.
     """
 
     def waiting() -> None:
@@ -133,9 +133,10 @@ def _make_room(run_dir: RunDir) -> Path | None:
 
 
 def prefixes(template: str, watch: Watch) -> Callable[[int], str]:
-    """Return a function that gives the text before the lines of a rank, by torchrun's template.
+    """Return a function from a rank to the text before its console lines.
 
-    For a rank of another node the text is its number.
+    ``template`` is in the form of torchrun's ``--log-line-prefix-template``. For a rank that has not run on this node
+    the text is ``[rank N]``.
     """
     text, role, hostname = Template(template), watch.settings.role, socket.gethostname()
     known: dict[int, int] = {}
@@ -153,7 +154,7 @@ def prefixes(template: str, watch: Watch) -> Callable[[int], str]:
 
 
 class RunLauncher:
-    """The launcher of one run: it shows output, handles signals, and starts a new agent when the agent is lost."""
+    """The launcher of one run. It shows output, handles signals, and starts a new agent when the agent has died."""
 
     def __init__(self, request: Request, run_dir: RunDir) -> None:
         self.request = request
@@ -183,7 +184,7 @@ class RunLauncher:
             view = self.watch.poll()
             turn = 0
             while view.state != "ended":
-                if agent.poll() is None:  # otherwise its successor is asked
+                if agent.poll() is None:  # otherwise the signals are passed on to the next agent
                     self._pass_on_signals(screen)
                 self._show_output(screen)
                 if turn % LOOK_EVERY == 0 or agent.poll() is not None:
@@ -212,7 +213,7 @@ class RunLauncher:
         screen.say(f"{plural(self.request.settings.nproc, 'worker')}; see: holdfast status {self._name()}")
 
     def _name(self) -> str:
-        """Return the argument by which other commands find this run."""
+        """Return the RUN argument by which other commands find this run."""
         return name_of(self.run_dir.path)
 
     @contextmanager
@@ -221,7 +222,7 @@ class RunLauncher:
             self._asked.append(signal.Signals(number))
 
         numbers = set(self.request.signals)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run shall outlive its terminal
             numbers.discard(signal.SIGHUP)
         before = {number: signal.signal(number, note) for number in numbers}
         try:
@@ -236,7 +237,7 @@ class RunLauncher:
             self._answered += 1
             grace_s = self.request.settings.grace_s
             source = "Ctrl-C" if number is signal.SIGINT else number.name
-            # A key means the job; another signal, of a scheduler, may mean this node alone.
+            # A signal from the keyboard ends the whole job. A signal from a scheduler may concern only this node.
             node = "" if number in KEYS else self.request.settings.node_of_several
             order = (
                 ExitRun(grace_s=grace_s, source=source, node_id=node)
@@ -250,7 +251,7 @@ class RunLauncher:
                 why = error.message if isinstance(error, HoldfastError) else str(error)
                 screen.say(f"{source}: the agent does not answer ({why}); it, or a successor, is asked again")
                 self._answered -= 1
-                # This wait counts as looking at the agent: `_stands_still` then kills an agent that is stopped.
+                # Count this wait as time in which the agent was watched: `_stands_still` then kills a stopped agent.
                 self._agent_seen_s += min(time.monotonic() - began_s, ASK_S)
                 return
             screen.say(f"{source}: {answer.detail}" + (" (again to end at once)" if first else ""))
@@ -259,7 +260,7 @@ class RunLauncher:
         return self.watch.local_rank(attempt, rank) in self.request.shown_local_ranks
 
     def _show_output(self, screen: Screen) -> None:
-        self.watch.read()  # the history has the node of each log
+        self.watch.read()  # the history names the node of each log
         for rank, line in self.tail.poll():
             screen.rank(rank, line)
 
@@ -274,9 +275,9 @@ class RunLauncher:
         self._telling.recoveries(screen, self._write_reports)
 
     def _show_room(self, screen: Screen) -> None:
-        """Warn when the disk is full.
+        """Warn once when the disk of the run directory becomes full.
 
-        Training continues, and decisions are written into room that was reserved for them.
+        Training continues. The event log still grows into room that was reserved for it.
         """
         left = os.statvfs(self.run_dir.path).f_bavail
         if not left and self._had_room:
@@ -290,9 +291,13 @@ class RunLauncher:
         return shlex.quote(str(self.run_dir.path))
 
     def _stands_still(self, agent_pid: int) -> bool:
-        """Return True if the agent has been stopped (SIGSTOP) for long: its node would soon be given up."""
+        """Return True if the agent has been stopped by a signal (SIGSTOP) for ``AGENT_STOPPED_S``.
+
+        The controller would soon give up the node of a stopped agent.
+        """
         now_s = time.monotonic()
-        # After a pause without looks this process was stopped itself, perhaps with its host: the agent is not to blame.
+        # A long time since the last call means that this process was itself stopped, perhaps with the whole host. The
+        # time of the agent then begins again.
         if not stopped(agent_pid) or now_s - self._agent_seen_s > AGENT_STOPPED_S / 2:
             self._agent_ran_s = now_s
         self._agent_seen_s = now_s
@@ -313,12 +318,12 @@ class RunLauncher:
         return start_agent(self.run_dir.path)
 
     def _await_room(self, screen: Screen) -> None:
-        """Wait for room on the disk, as an agent that cannot write its log ends at once.
+        """Wait for room on the disk, because an agent that cannot write its event log ends at once.
 
-        Workers without an agent save and leave on their own.
+        Workers without an agent save and exit on their own.
 
         Raises:
-            UserError: there was no room for long, or a signal asks to leave.
+            UserError: there was no room for ``ROOM_WAIT_S``, or a signal has asked the run to exit.
         """
         until_s = time.monotonic() + ROOM_WAIT_S
         said = False
@@ -344,7 +349,10 @@ class RunLauncher:
             agent.wait()
 
     def close(self) -> int:
-        """Print the outcome and cost of the run, for a failure also the log and the next step. Return the exit code."""
+        """Print the outcome and the cost of the run, and return its exit code.
+
+        For a failure the path of a log and a suggestion for the user are also printed.
+        """
         view = self.watch.poll()
         code = Exit(view.code if view.code is not None else Exit.INTERNAL)
         written = self._write_reports()
@@ -371,7 +379,7 @@ class RunLauncher:
         return code
 
     def _next(self, view: RunView, code: Exit, fault: FaultView | None) -> str:
-        """Return one thing to do: the hint of the error itself, otherwise a text for the exit code."""
+        """Return a suggestion for the user: the hint of the error that ended the run, or a text for the exit code."""
         said = [line.strip() for line in view.reason.splitlines()[1:]]
         hints = [line.removeprefix(HINT) for line in said if line.startswith(HINT)]
         if hints:
@@ -391,7 +399,7 @@ class RunLauncher:
         return NEXT[code].format(run=self._name())
 
     def _write_reports(self) -> list[Path]:
-        """Write one page per fault into the run directory, and return the paths."""
+        """Write one report per fault into the run directory, and return the paths; empty if that fails."""
         settings, run = self.request.settings, self.run_dir
         if not self.watch.story.faults:
             return []
@@ -408,13 +416,16 @@ class RunLauncher:
 
 
 def culprit(view: RunView) -> FaultView | None:
-    """Return the fault that the reason for the end of the run names, or the newest fault."""
+    """Return the fault whose text is in the reason for the end of the run.
+
+    If no such fault exists, return the newest fault; None: the run had no fault.
+    """
     about = (f for f in reversed(view.faults) if f.what and f.what in view.reason)
     return next(about, view.faults[-1] if view.faults else None)
 
 
 def _why(view: RunView, fault: FaultView | None) -> str:
-    """Return the first line of the reason for the end of the run, with the rank that the line is about."""
+    """Return the first line of the reason for the end of a run, with the rank of ``fault`` if the line is about it."""
     why = first_line(view.reason).rstrip(":")  # the text after the colon is in the log
     if not why:
         return ""

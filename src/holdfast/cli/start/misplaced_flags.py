@@ -1,4 +1,4 @@
-"""Flags of ``holdfast run`` after the script: they are arguments of the script, perhaps by mistake."""
+"""A note about flags of ``holdfast run`` that are on the command line after the script, perhaps by mistake."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ LAUNCHING = frozenset({
     "nproc_per_node", "nnodes", "node_rank", "max_restarts", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "master_addr",
     "master_port", "memory_every", "shrink_to", "hang_factor",
 })  # fmt: skip
-"""Keys of flags that few scripts have."""
+"""Keys of flags of the launcher that few scripts have as flags of their own."""
 
 
 def misplaced(script: str, args: Sequence[str]) -> str:
-    """Return a note about flags of the launcher among the arguments of a script that does not name them; else empty.
+    """Return a note about flags of ``holdfast run`` among the arguments of a script; empty: there are none.
+
+    A flag whose name is in the source text of the script is not noted: it is probably the script's own flag.
 
     Args:
-        script: file, module or program, as found.
+        script: path of a file or program, or name of a module.
         args: the arguments of the script.
     """
     names = {spelling: flag.name for flag in FLAGS if flag.key in LAUNCHING for spelling in flag.spellings}

@@ -1,4 +1,4 @@
-"""The nodes of a job on the command line: their number, the number of this one, and the address to find the others."""
+"""The flags about the nodes of a job: their number, the number of this node, and the addresses to find the others."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ ENCRYPTED = "what Holdfast sends to other hosts is encrypted; what gloo and NCCL
 
 
 class NodeFlags(NamedTuple):
-    """The flags about the nodes of the job."""
+    """The checked flags about the nodes of the job."""
 
-    least: int
-    most: int
-    number: int  # of this node; -1: it has a name instead
-    node: str
-    contacts: tuple[str, ...]
-    first_contacts: int  # number of contacts that are addresses of the first one
-    bind: str
-    join_s: float
+    least: int  # nodes that hold ranks
+    most: int  # nodes including spares
+    number: int  # number of this node; -1: the node has only a name
+    node: str  # name of this node
+    contacts: tuple[str, ...]  # HOST:PORT that agents dial first
+    first_contacts: int  # number of entries of ``contacts`` that are addresses of the first contact
+    bind: str  # address of this host that the other hosts reach
+    join_s: float  # seconds within which the nodes have to meet
 
     @property
     def several(self) -> bool:
-        """True if more than one node may take part."""
+        """True if more than one node may take part in the job."""
         return self.most > 1
 
 
 class Contact(NamedTuple):
-    """A host that agents dial first: its name, its addresses as seen from here, and the port."""
+    """A host that agents dial first: its name, its addresses as resolved on this host, and the port."""
 
     name: str
     addresses: tuple[str, ...]
@@ -57,24 +57,27 @@ class Contact(NamedTuple):
 
     @property
     def means_here(self) -> bool:
-        """True if the name is this host's own and resolves to loopback, as on Debian.
+        """True if the name is that of this host and resolves to loopback here, as on Debian.
 
-        Other hosts use another address.
+        On other hosts such a name resolves to another address.
         """
         return all(map(is_loopback, self.addresses)) and self.name not in (*self.addresses, "localhost")
 
     def reached(self, bind: str) -> tuple[str, ...]:
-        """Return address and port of each of its addresses; if the name resolves to loopback here, of ``bind``."""
+        """Return ADDRESS:PORT for each address of the contact.
+
+        If the name is that of this host and resolves to loopback here, return only ``bind`` with the port.
+        """
         hosts = (bind,) if self.means_here else self.addresses
         return tuple(endpoint(host, self.port) for host in hosts)
 
 
 def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
-    """Return the nodes that the flags request.
+    """Check the flags about nodes, and return their meaning. ``given`` are the keys of flags that the user has set.
 
     Raises:
-        UsageError: a value that cannot work.
-        NotMet: a host whose name stays unknown.
+        UsageError: a flag has a value that cannot work.
+        NotMet: the name of a host was still unknown after the time to meet.
     """
     text = str(values["nnodes"])
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
@@ -108,10 +111,10 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
 
 
 def join_s_of(conf: str) -> float:
-    """Return the time limit in seconds for the nodes to meet, read from the value of ``--rdzv-conf``.
+    """Return the time limit for the nodes to meet, in seconds, from the value of ``--rdzv-conf``.
 
     Raises:
-        UsageError: the time is no positive number.
+        UsageError: the time limit is not a positive finite number.
     """
     pairs = dict(part.strip().partition("=")[::2] for part in conf.split(",") if part.strip())
     text = pairs.get("join_timeout", pairs.get("timeout", str(JOIN_S)))
@@ -125,7 +128,7 @@ def join_s_of(conf: str) -> float:
 
 
 def _first_places(values: Mapping[str, Any], given: frozenset[str]) -> list[tuple[str, int]]:
-    """Return host and port of each contact. Raises: UsageError."""
+    """Return (host, port) of each contact, a host that agents dial first. Raises: UsageError."""
     asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
     items = [item.strip() for item in asked.split(",") if item.strip()]
     if items:
@@ -141,10 +144,11 @@ def _contact(host: str, port: int, wait_s: float) -> Contact:
 
 
 def _addresses(host: str, flag: str, wait_s: float) -> tuple[str, ...]:
-    """Return the addresses of a host: those of IPv4 if it has any, and loopback only if there is no other.
+    """Return the addresses of a host.
 
-    Link-local addresses of IPv6 are left out: each host reaches them through another interface. A name may become known
-    later, for example that of a pod which is not up yet. It is looked up again until ``wait_s`` is over.
+    IPv6 addresses are returned only if the host has no IPv4 address. Loopback addresses are returned only if it has no
+    others. Link-local addresses of IPv6 are left out, because each host reaches them through another interface. An
+    unknown name is looked up again for ``wait_s`` seconds: the pod with this name may not be up yet.
     """
     deadline_s, waiting = time.monotonic() + wait_s, False
     while True:
@@ -197,12 +201,12 @@ def _bind(asked: str | None, contact: Contact, wait_s: float) -> str:
 
 
 def _here_towards(contact: Contact) -> str:
-    """Return the address of this host that reaches the contact.
+    """Return the address of this host from which it reaches a contact.
 
-    If the contact's addresses need different ones of ours, prefer an address at which a host answers.
+    If that depends on the address of the contact, prefer an address of the contact at which a host answers.
 
     Raises:
-        OSError: no route to any of them.
+        OSError: there is no route to any address of the contact.
     """
     here: dict[str, str] = {}
     for address in contact.addresses:
@@ -218,7 +222,7 @@ def _here_towards(contact: Contact) -> str:
 
 
 def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
-    """Yield the addresses at which a host answers, even if no process listens on the port."""
+    """Yield the addresses at which a host answers a dial, even if it refuses because no process listens on the port."""
     for address in addresses:
         try:
             dial(Address(address, port), ANSWER_S).close()
@@ -231,7 +235,7 @@ def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
 
 
 def read_counts(asked: str) -> tuple[int, ...]:
-    """Return the numbers of ``--nproc-per-node``: ``8``, or ``8,4`` for nodes of two sizes. Raises: UsageError."""
+    """Parse the numbers of ``--nproc-per-node``: ``8``, or ``8,4`` for nodes of two sizes. Raises: UsageError."""
     words = [word.strip() for word in asked.split(",")]
     if not all(word.isdecimal() and 1 <= int(word) <= NPROC_MAX for word in words):
         raise UsageError(
@@ -243,7 +247,12 @@ def read_counts(asked: str) -> tuple[int, ...]:
 
 
 def shrink_to(values: Mapping[str, Any], nodes: NodeFlags, counts: Sequence[int]) -> int:
-    """Return the fewest nodes to continue with. Raises: UsageError, UnsupportedError."""
+    """Check ``--shrink-to``, and return the smallest number of nodes with which the job continues; 0: it never shrinks.
+
+    Raises:
+        UsageError: the number is not smaller than the number of nodes.
+        UnsupportedError: nodes have different sizes, or the framework is not torch.
+    """
     least = int(values["shrink_to"])
     if least == 0:
         return 0
@@ -266,7 +275,10 @@ def shrink_to(values: Mapping[str, Any], nodes: NodeFlags, counts: Sequence[int]
 
 
 def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
-    """Return the secret of the job; empty: one node makes its own. Raises: UsageError."""
+    """Read the secret of the job from the file ``path``. Raises: UsageError.
+
+    If ``path`` is None, return an empty secret: a job of one node makes its own. A job of several nodes needs a path.
+    """
     if path is None:
         if nodes.several:
             raise UsageError(
@@ -278,7 +290,7 @@ def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
 
 
 def encrypts(values: Mapping[str, Any], nodes: NodeFlags) -> bool:
-    """Return True if the traffic of Holdfast between hosts is encrypted. Raises: UsageError: the package is missing."""
+    """Return True if the traffic of Holdfast between hosts shall be encrypted. Raises: UsageError."""
     if not (values["encrypt"] and nodes.several):
         return False
     require_encryption()
@@ -286,7 +298,7 @@ def encrypts(values: Mapping[str, Any], nodes: NodeFlags) -> bool:
 
 
 def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
-    """Return the notes about several nodes that the user sees first."""
+    """Return the notes about a job of several nodes that the user sees at the start; empty for one node."""
     if not nodes.several:
         return ()
     where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"

@@ -1,6 +1,6 @@
-"""Checks before the first worker, of conditions that every start needs: otherwise each restart fails in the same way.
+"""Checks of this host before the first worker starts. Without them each restart would fail in the same way.
 
-Only certain failures are refused: less than the minimum that a run takes before the script does anything.
+A start is refused only if it must fail: if the host has less than a run needs before the script does anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import SHARED_MEMORY
 
 OWN_THREADS = 8  # of agent, controller and zygote
-WORKER_THREADS = 2  # its main thread and its client's
+WORKER_THREADS = 2  # the main thread and the client thread of a worker
 INTERPRETER_TIMEOUT_S = 60.0
 
 
@@ -25,7 +25,8 @@ def require_start(settings: RunSettings) -> None:
     """Check that the workers of this node can be started at all.
 
     Raises:
-        UsageError: no room for their status pages, no processes left for them, or an interpreter that does not work.
+        UsageError: there is no room for their status pages, the user may have no more processes, or the interpreter
+            does not work.
     """
     if why := no_room_for_pages(settings.nproc):
         raise UsageError(
@@ -39,7 +40,10 @@ def require_start(settings: RunSettings) -> None:
 
 
 def no_room_for_pages(nproc: int, where: Path = SHARED_MEMORY) -> str:
-    """Return why status pages of ``nproc`` workers cannot be made; empty: they can, here or in the run directory."""
+    """Return why the status pages of ``nproc`` workers have no room in the directory ``where``; empty: there is room.
+
+    Also empty if ``where`` cannot be written, because the pages then go to the run directory.
+    """
     if not os.access(where, os.W_OK | os.X_OK):
         return ""
     need, free = nproc * FILE_SIZE_BYTES, shutil.disk_usage(where).free
@@ -49,7 +53,10 @@ def no_room_for_pages(nproc: int, where: Path = SHARED_MEMORY) -> str:
 
 
 def no_processes_for(nproc: int, per_worker: int = WORKER_THREADS) -> str:
-    """Return why this user cannot have processes for ``nproc`` workers; empty: no limit, or enough below the limit."""
+    """Return why this user cannot start the processes of ``nproc`` workers; empty: the limit allows them.
+
+    ``per_worker`` is the number of threads of one worker.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not limited
         return ""
@@ -60,7 +67,7 @@ def no_processes_for(nproc: int, per_worker: int = WORKER_THREADS) -> str:
 
 
 def threads_of(user: int) -> int:
-    """Return the number of threads of a user that are visible here."""
+    """Return the number of threads of the user with id ``user``, as far as ``/proc`` shows them."""
     count = 0
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -73,7 +80,7 @@ def threads_of(user: int) -> int:
 
 
 def _require_interpreter(settings: RunSettings) -> None:
-    """Check that the interpreter can import Holdfast's worker. Raises: UsageError."""
+    """Check that the interpreter of PYTHON_EXEC can import Holdfast's worker. Raises: UsageError."""
     asks = "; import sys; from holdfast.frame_encryption import missing; sys.exit(missing() or 0)"
     code = "import holdfast.runtime.worker.entry" + (asks if settings.encrypts else "")
     words = [settings.python, "-c", code]

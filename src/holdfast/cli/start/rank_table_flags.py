@@ -1,4 +1,4 @@
-"""``--rank-table`` as the flags that it stands for: hosts, workers on each, number and address of this host."""
+"""The flags that a rank table (``--rank-table``) sets: hosts, workers per host, number and address of this host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ FORMS = "--rank-table FILE alone says all of this"
 
 
 class RankTableFlags(NamedTuple):
-    """The flag values including those of the table, and the values for the workers."""
+    """The flag values after the rank table was read.
+
+    Attributes:
+        values: the value of each flag, by key.
+        given: keys of the flags that the user or the table has set.
+        path: absolute path of the table; empty: there is none.
+        device_ids: ids of the devices of this host's workers.
+        notes: messages for the user.
+    """
 
     values: Mapping[str, Any]
     given: frozenset[str]
@@ -33,10 +41,10 @@ class RankTableFlags(NamedTuple):
 
 
 def place(values: Mapping[str, Any], given: frozenset[str]) -> RankTableFlags:
-    """Return the flag values with those of the rank table; unchanged without a table.
+    """Return the flag values with those of the rank table added. Without a table they are unchanged.
 
     Raises:
-        UsageError: a table with mistakes, flags that contradict it, or a host that is not in it.
+        UsageError: the table has mistakes, a flag contradicts it, or it does not contain this host.
     """
     if not values["rank_table"]:
         return RankTableFlags(values, given)
@@ -68,10 +76,10 @@ def place(values: Mapping[str, Any], given: frozenset[str]) -> RankTableFlags:
 
 
 def load(path: Path) -> RankTable:
-    """Return a table without mistakes. Wait for a table that is still being written.
+    """Read a rank table. If the table is still being written, wait for its completion.
 
     Raises:
-        UsageError: the table has mistakes, or is not complete in time.
+        UsageError: the table has mistakes, or is not complete after ``WAIT_S``.
     """
     deadline_s, waiting = time.monotonic() + WAIT_S, False
     while True:
@@ -100,7 +108,7 @@ def _agree(values: Mapping[str, Any], given: frozenset[str], key: str, told: str
 
 
 def _nnodes(values: Mapping[str, Any], given: frozenset[str], hosts: int, path: Path) -> int:
-    """Return the maximum number of nodes; hosts beyond those of the table are spares."""
+    """Return the largest number of nodes of the job. Hosts that are not in the table are spares."""
     text = str(values["nnodes"])
     if "nnodes" not in given:
         return hosts
@@ -112,7 +120,13 @@ def _nnodes(values: Mapping[str, Any], given: frozenset[str], hosts: int, path: 
 
 
 def _number(values: Mapping[str, Any], given: frozenset[str], table: RankTable, path: Path, most: int) -> int:
-    """Return the number of this host in the table: the given one, or that of the entry with a local address."""
+    """Return the number of this host, from 0: the value of ``--node-rank``, or its position in the rank table.
+
+    An entry of the table is this host if its address is that of ``--bind``, or without this flag any local address.
+
+    Raises:
+        UsageError: no entry or several entries of the table are this host.
+    """
     if "node_rank" in given:
         return int(values["node_rank"])
     if "bind" in given:
@@ -147,7 +161,7 @@ def _address(server: TableServer, path: Path) -> str:
         return server.address
     try:
         found = socket.getaddrinfo(server.name, None, type=socket.SOCK_STREAM)
-        return str(sorted(found)[0][4][0])  # of several addresses one of IPv4, which sorts first
+        return str(sorted(found)[0][4][0])  # an address of IPv4 sorts before one of IPv6
     except OSError as error:
         raise UsageError(f"the rank table {path} gives no address of the host {server.name}, nor do the names",
                          hint="write its host_ip, or --node-rank, --master-addr and --bind") from error  # fmt: skip

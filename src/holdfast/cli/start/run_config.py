@@ -1,4 +1,4 @@
-"""The settings of a run, made from flag values. All wrong values are reported here, before anything starts."""
+"""The settings of a run, made from flag values. A wrong value is reported here, before any process starts."""
 
 from __future__ import annotations
 
@@ -44,44 +44,44 @@ from holdfast.runtime.node.run_settings import RunSettings, TargetKind, new_laun
 from holdfast.store.backends.location import ROOT_VARIABLE, absolute
 from holdfast.text import closest
 
-SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # before a job's time is over: Slurm's --signal=USR1@60
+SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # warnings before a job's end: Slurm's --signal=USR1@60
 _COUNT_DEVICES = {
     "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else -1",
     "gpu": "torch.cuda.device_count() if torch.cuda.is_available() else 0",
     "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
 }
 _COUNT_TIMEOUT_S = 120
-LINE_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # beside PET_*, as torchrun reads it
+LINE_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # torchrun also reads this one besides PET_*
 
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
 class Request:
-    """The checked content of the command line."""
+    """The checked content of the command line of ``holdfast run``."""
 
     settings: RunSettings
     run_dir: Path
     shown_local_ranks: frozenset[int]
     signals: tuple[signal.Signals, ...]
     notes: tuple[str, ...]
-    token: bytes = b""  # of the job; empty: a new one is made
-    line_prefix: str = ""  # before each console line of a rank: a template, see --log-line-prefix-template
+    token: bytes = b""  # secret of the job; empty: a new one is made
+    line_prefix: str = ""  # value of --log-line-prefix-template
 
 
 def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args: tuple[str, ...]) -> Request:
-    """Check every flag and the script, and return the checked request.
+    """Check every flag of ``holdfast run`` and the script, and return the checked request.
 
     Args:
-        values: the value of each flag, by :attr:`Flag.key`.
-        given: keys that the user set, on the command line or by a variable.
-        script: path, module or program.
-        args: arguments of the script, untouched.
+        values: the value of each flag, by :attr:`RunFlag.key`.
+        given: keys of the flags that the user has set.
+        script: path of a script, name of a module, or program.
+        args: arguments of the script, which are passed on unchanged.
 
     Raises:
-        UsageError: a value that cannot work.
-        UnsupportedError: a flag that is refused by name.
-        ScriptError: no such script, module or program.
+        UsageError: a flag has a value that cannot work.
+        UnsupportedError: a flag is set that is refused by name.
+        ScriptError: there is no such script, module or program.
     """
     notes = _refuse_and_note(values, given)
     values, given, rank_table, device_ids, told = place(values, given)
@@ -169,7 +169,7 @@ def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[
 
 
 def _refuse_other_bytes(words: Iterable[str]) -> None:
-    """Refuse words that are not UTF-8, which settings and event log need. Raises: UsageError."""
+    """Refuse words that are not UTF-8, because settings and event log can store only UTF-8. Raises: UsageError."""
     for word in words:
         try:
             word.encode()
@@ -180,7 +180,7 @@ def _refuse_other_bytes(words: Iterable[str]) -> None:
 
 
 def kind_of(values: Mapping[str, Any]) -> TargetKind:
-    """Return whether the flags name a script, a module or a program. Raises: UsageError."""
+    """Return the kind of program that the flags ask for: script, module or executable. Raises: UsageError."""
     if values["module"] and values["no_python"]:
         raise UsageError("--module and --no-python exclude each other", hint="leave one of them out")
     if values["run_path"]:
@@ -193,7 +193,7 @@ def _framework(asked: str) -> FrameworkName:
     if name is None:
         raise UsageError(f"--framework {asked}: supported are {', '.join(FRAMEWORKS)}", hint=RUN_HELP)
     known = FRAMEWORKS[name]
-    # Another interpreter has its own packages: its workers report a missing one.
+    # Another interpreter (PYTHON_EXEC) has its own packages. Its workers report a missing package.
     if (
         name != "torch"
         and "PYTHON_EXEC" not in os.environ
@@ -215,7 +215,7 @@ def _preload(names: str) -> tuple[str, ...]:
 
 
 def find_target(kind: TargetKind, script: str) -> str:
-    """Return the path to start, or the name of a module. Raises: ScriptError."""
+    """Return the absolute path of the script or program ``script``, or the name of a module. Raises: ScriptError."""
     if kind == "executable":
         program = shutil.which(script)
         if program is None:
@@ -246,7 +246,7 @@ def _script_hint(path: Path) -> str:
 
 def _check_module(name: str) -> None:
     path = Path(name)
-    # Python would run the file in order to look for a module "py" in it.
+    # For "train.py", Python would import the file train.py, to look for a submodule "py".
     if path.suffix == ".py" and path.is_file():
         raise ScriptError(
             f"-m {name}: {path.name} is a file, and -m takes the name of a module",
@@ -261,17 +261,20 @@ def _check_module(name: str) -> None:
         found = False
     finally:
         sys.path[:] = before
-    # Another interpreter has its own packages: it reports a missing one itself.
+    # Another interpreter (PYTHON_EXEC) has its own packages. It reports a missing module itself.
     if not found and "PYTHON_EXEC" not in os.environ:
         raise ScriptError(f"no module named {name} (looked in {os.getcwd()} and the installed packages)",
                           hint="check the name; for a file leave -m out")  # fmt: skip
 
 
 def worker_counts(asked: str, nodes: NodeFlags) -> tuple[int, ...]:
-    """Return the numbers of ``--nproc-per-node``: one for all nodes, or one for each node by its ``--node-rank``.
+    """Return the numbers of workers per node that ``--nproc-per-node`` (``asked``) means.
+
+    The result has one number for all nodes, or one number for each node in the order of ``--node-rank``.
 
     Raises:
-        UsageError: no numbers, not as many as nodes, no such device, or too many ranks in all.
+        UsageError: the value has no known form or not one number per node, the host has no such device, or the job
+            would have too many ranks.
     """
     counts = (_of_devices(asked),) if asked in ("cpu", *_COUNT_DEVICES) else read_counts(asked)
     if len(counts) not in (1, nodes.least):
@@ -293,14 +296,21 @@ def worker_counts(asked: str, nodes: NodeFlags) -> tuple[int, ...]:
 
 
 def workers_of(nodes: NodeFlags, counts: Sequence[int]) -> int:
-    """Return the number of workers of this node; for a spare node, the largest number, as it can replace any node."""
+    """Return the number of workers of this node.
+
+    A spare node has the largest number of ``counts``, because it can replace any node.
+    """
     if len(counts) == 1:
         return counts[0]
     return counts[nodes.number] if nodes.number < nodes.least else max(counts)
 
 
 def _of_devices(asked: str) -> int:
-    """Return the number of devices, counted as torchrun does. Raises: UsageError."""
+    """Return the number of workers that ``auto``, ``cpu``, ``gpu`` or ``xpu`` means on this host, as in torchrun.
+
+    Raises:
+        UsageError: the host has no such device.
+    """
     count = _count_devices(asked) if asked in _COUNT_DEVICES else 0
     if count > 0:
         return count
@@ -312,7 +322,7 @@ def _of_devices(asked: str) -> int:
 
 
 def _count_devices(kind: str) -> int:
-    # In a separate process: the launcher stays small, and no device is initialised in it.
+    # A separate process counts the devices, so that the launcher neither imports torch nor initialises a device.
     code = f"import torch; print({_COUNT_DEVICES[kind]})"
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     try:
@@ -345,7 +355,7 @@ def _at_least(values: Mapping[str, Any], key: str, least: Number) -> Number:
 
 
 class Answers(TypedDict):
-    """The settings that define a fault, and the answer to it."""
+    """The settings that define what counts as a fault, and how a fault is answered."""
 
     max_restarts: int
     restart_window_s: float
@@ -421,7 +431,7 @@ def _memory_every(text: str) -> int:
 
 
 def _on_fault(values: Mapping[str, Any]) -> str:
-    """Return the checked value of ``--on-fault``. Raises: UsageError, by ``Ladder.parse``."""
+    """Check the value of ``--on-fault`` and return it. Raises: UsageError."""
     spec = str(values["on_fault"])
     Ladder.parse(spec)
     return spec
@@ -436,7 +446,7 @@ def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:
 
 
 def _check_address(settings: RunSettings, given: frozenset[str]) -> None:
-    if settings.several:  # the agents look for each other there
+    if settings.several:  # the address is then the first contact of the agents, on some host
         return
     port = settings.master_port
     if not 0 <= port <= 65535:
@@ -482,13 +492,15 @@ def _signals(names: str) -> tuple[signal.Signals, ...]:
 
 
 def shown_local_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozenset[int]:
-    """Return the local ranks whose output goes to this node's console, by torchrun's rules. All are always logged.
+    """Return the local ranks whose output goes to this node's console, by torchrun's rules.
+
+    The output of every rank also goes to its log.
 
     Args:
         nproc: number of workers of this node.
-        tee: torchrun's ``-t``; ``0`` shows local rank 0.
-        redirects: torchrun's ``-r``; a rank that is redirected and not teed is silent.
-        only: torchrun's ``--local-ranks-filter``, empty for none.
+        tee: value of torchrun's ``-t``; ``0`` shows local rank 0.
+        redirects: value of torchrun's ``-r``; a rank in it that is not in ``tee`` is silent.
+        only: value of torchrun's ``--local-ranks-filter``; empty: no filter.
 
     Raises:
         UsageError: a flag does not have the documented form.

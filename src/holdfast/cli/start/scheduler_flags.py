@@ -1,4 +1,4 @@
-"""Flags of ``holdfast run`` from the scheduler that has started it: a Slurm step, or an index of a Kubernetes Job."""
+"""Flags of ``holdfast run`` that a scheduler's environment sets: a Slurm step, or the index of a Kubernetes pod."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ALL_SAID = ({"nnodes", "node_rank", "master_addr"}, {"nnodes", "node_rank", "rdz
 
 
 def scheduled(settled: FlagValues, env: Mapping[str, str]) -> FlagValues:
-    """Return the flag values with those of the scheduler's environment; flags set by the user have precedence.
+    """Return the flag values with those of the scheduler's environment added. Flags set by the user have precedence.
 
     Raises:
-        UsageError: flags that contradict the environment, or an environment that is incomplete.
+        UsageError: a flag contradicts the environment, or the environment is incomplete.
     """
     told, source = _of_step(settled, env), SLURM
     if not told and "node_rank" not in settled.given and (number := node_rank(env)) is not None:
@@ -68,17 +68,19 @@ def _of_step(settled: FlagValues, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def token_path(values: Mapping[str, Any], step: SlurmStep) -> Path:
-    """Return the file of the secret that the nodes of a step share."""
+    """Return the path of the file with the secret that the nodes of a Slurm step share."""
     return Path(values["run_dir"]).absolute() / f"{step.name}.token"
 
 
 def share_token(settled: FlagValues) -> None:
-    """Make the secret of a step's nodes, or wait for it. With ``--token-file`` there is nothing to do.
+    """Make the file with the secret that the nodes of a Slurm step share. On other nodes than node 0, wait for it.
+
+    If the user has given ``--token-file``, do nothing.
 
     Raises:
-        UsageError: the secret cannot be made.
-        AuthError: the file of the secret belongs to another user.
-        NotMet: node 0 has not made it in time.
+        UsageError: the file cannot be made.
+        AuthError: the file belongs to another user.
+        NotMet: node 0 has not made the file within the time to meet.
     """
     if settled.sources["token_file"] != SLURM:
         return
@@ -107,7 +109,7 @@ def _agree(settled: FlagValues, step: SlurmStep) -> None:
 
 
 def _address(host: str) -> str:
-    """Return the host itself if its name resolves here; otherwise its address in Slurm's configuration."""
+    """Return ``host`` if the name resolves on this host; otherwise its address in Slurm's configuration."""
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return host
@@ -119,6 +121,6 @@ def _address(host: str) -> str:
             capture_output=True, text=True, timeout=ASK_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
-        return host  # the name is looked up again later, like that of a host that is not up yet
+        return host  # the caller looks the name up again later
     found = [word.partition("=")[2] for word in asked.stdout.split() if word.startswith("NodeAddr=")]
     return found[0] if found and found[0] else host

@@ -1,4 +1,4 @@
-"""``holdfast run`` while ``HOLDFAST_DISABLE`` is set: torchrun takes its place, with the flags that both have."""
+"""The start of torchrun in place of ``holdfast run``, while the variable ``HOLDFAST_DISABLE`` is set."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from holdfast.runtime.node.disabled import DISABLE_VARIABLE
 
 
 def torchrun_command(settled: FlagValues, script: str, args: Sequence[str]) -> list[str]:
-    """Return the command line of torchrun for this script.
+    """Return the command line of torchrun for this script, with the flags that torchrun also has.
 
     Raises:
-        UsageError: torchrun cannot start the script.
+        UsageError: the script is not for PyTorch.
     """
     framework = settled.values["framework"]
     if framework != "torch":
@@ -40,7 +40,7 @@ def torchrun_command(settled: FlagValues, script: str, args: Sequence[str]) -> l
 
 
 def give_way(settled: FlagValues, script: str, args: Sequence[str]) -> NoReturn:
-    """Replace this process by torchrun, after one line that says so.
+    """Replace this process by torchrun (exec), after a message about that.
 
     Raises:
         UsageError: torchrun cannot be started.

@@ -1,4 +1,4 @@
-"""A torch that is newer than the tested versions: its self-test, and the settings of a run that follow from it."""
+"""The self-test of a torch that is newer than the tested versions, and its effect on the settings of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from holdfast.runtime.node.torch_build import TESTED, TRIED, VARIABLE, all_resta
 def heed_torch(settings: RunSettings) -> tuple[RunSettings, tuple[str, ...]]:
     """Return settings that work with the installed torch, and notes for the user.
 
-    A torch that is newer than the tested ones runs its self-test first. If that fails, all workers restart after a
-    fault.
-    A torch that cannot work at all is an error of the worker that imports it: the script may not need it.
+    If torch is newer than the tested versions, Holdfast's self-test of it runs first. If that fails, the settings
+    restart all workers after each fault. A torch that cannot be loaded is not reported here, because the script may not
+    need it.
     """
     if settings.framework != "torch" or settings.python or VARIABLE in os.environ:
         return settings, ()

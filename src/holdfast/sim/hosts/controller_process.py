@@ -1,4 +1,4 @@
-"""A controller process on one host: the real state machine, and a model of ``runtime/controller/controllerd.py``."""
+"""A controller process on one host: its real state machine, and a model of ``runtime/controller/controllerd.py``."""
 
 from __future__ import annotations
 
@@ -54,11 +54,14 @@ class ControllerProcess:
     """The simulated process of one controller.
 
     Attributes:
+        host: the host of the process.
         term: the term of the controller.
-        alone: True if the controller decides for its own host only, because the host lost the others.
-        lost: members that this controller, or an earlier one in whose seats it continues, gave up without having read
-            their status pages.
-        past: the state after the lines of the event log so far.
+        alone: True if the controller decides only for its own host, because that host has lost all other hosts.
+        lives: False after the end of the process.
+        lost: members that were given up before their status pages were read (record ``member_lost``), by this
+            controller or by an earlier one in its event log.
+        past: the state of the job after all lines of the event log so far.
+        machine: the state machine of the controller.
     """
 
     def __init__(self, scene: ControllerScene, host: NodeId, disk: SimDisk, term: int, alone: bool) -> None:
@@ -74,7 +77,7 @@ class ControllerProcess:
         self._offsets_s: dict[NodeId, float] = {}
         self._heard_s = 0.0
         self.past = disk.read(scene.clock(host), alone=alone)
-        # A member that still has its seat may return, and then counts.
+        # A member that still has its seat may return, and then belongs to the job again.
         seated = set(self.past.seated_members.values())
         self.lost = {_given_up(line.record) for line in disk.in_force(alone=alone) if _gives_up(line.record)}
         self.lost -= seated
@@ -92,14 +95,14 @@ class ControllerProcess:
         self._beat()
 
     def accept(self, end: End) -> None:
-        """Accept the connection of an agent."""
+        """Accept a connection of an agent. ``end`` is the controller's end of that connection."""
         self._ends[end] = False
         self._agents.opened(end)
         end.on_message = partial(self._heard, end)
         end.on_closed = partial(self._closed, end)
 
     def die(self) -> None:
-        """End the process and close its connections."""
+        """End the controller process and close its connections."""
         if self.lives:
             self.lives = False
             self._driver.close()

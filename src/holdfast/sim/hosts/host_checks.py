@@ -1,8 +1,9 @@
-"""The invariants of a run on several hosts, where several controllers may decide, each for the ranks it has not lost.
+"""The invariants of a run on several hosts, in which more than one controller may decide at the same time.
 
 Theory. A controller may give up a host whose ranks still live. Such a rank trains until it is fenced, but for that
-controller it no longer belongs to the job. Each controller is therefore checked against the ranks in its own view. One
-rank may update in a step and another discard it only if one of them was given up.
+controller it no longer belongs to the job. The decisions of each controller are therefore checked against only the
+ranks that the controller has not given up. If one rank updates a step and another rank discards it, then one of the two
+ranks must have been given up.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from holdfast.sim.sim_store import SimStore
 from holdfast.sim.worker import SimWorker
 
 TRAINS = ("generation_started", "members_replaced", "resumed", "exit_requested", "exit_agreed")
-"""Kinds of records that a controller without a majority never writes."""
+"""Kinds of event-log records that a controller without a majority never writes."""
 OF_THE_JOB = ("verdict", "exit_requested", "node_left")
-"""Kinds of records that end, restart, shrink or move the whole job."""
+"""Kinds of event-log records with which a controller ends, restarts, shrinks or moves the whole job."""
 EXITS = ("exit_requested", "exit_agreed")
 LEFT_OVER = "a process from before a recovery"
 BOUND = re.compile(r"^did not (.*) (?:within|in another) ([0-9.e+]+) s$")
-"""The reason in the order that kills a process for a time-out (``core/job/wait_bounds.py``)."""
+"""Pattern of the reason in an order to kill a process after a time-out (``core/job/wait_bounds.py``)."""
 
 
 class DecidingProcess(Protocol):
@@ -59,10 +60,10 @@ class HostsScene(CheckedScene, Protocol):
 
 
 class JudgedView:
-    """A run as one controller sees it: without the ranks that the controller has given up.
+    """The state of a run from the view of one controller: without the ranks that this controller has given up.
 
-    A controller that is alone decides only for the processes that it knows. On other hosts, another controller may have
-    started other processes in their seats.
+    A controller that is alone decides only for the processes that it has seated. Another controller may at the same
+    time have started other processes for the same ranks on other hosts.
     """
 
     def __init__(self, scene: HostsScene) -> None:
@@ -70,11 +71,11 @@ class JudgedView:
         self._process: DecidingProcess | None = None
 
     def of(self, process: DecidingProcess) -> None:
-        """Switch the view to the controller ``process``."""
+        """Switch this view to the controller ``process``."""
         self._process = process
 
     def given_up(self, members: set[MemberId]) -> list[SimWorker]:
-        """Return the processes of ``members``, without the members that never existed."""
+        """Return the processes of ``members``. A member whose process was never started is left out."""
         workers = self._scene.workers
         return [workers[member] for member in sorted(members) if member in workers]
 
@@ -89,7 +90,7 @@ class JudgedView:
 
     @property
     def events(self) -> int:
-        """Number of events so far."""
+        """Number of simulated events so far."""
         return self._scene.events
 
     @property
@@ -104,12 +105,12 @@ class JudgedView:
 
     @property
     def save_errors(self) -> int:
-        """Number of saves that a fault made fail."""
+        """Number of faults so far that make a save fail."""
         return self._scene.save_errors
 
     @property
     def memory_losses(self) -> set[str]:
-        """Kinds of processes whose memory was lost with them."""
+        """Places whose data in memory was lost: ``agent``, ``controller``, ``node`` or ``page`` (a status page)."""
         return self._scene.memory_losses
 
     @property
@@ -119,7 +120,7 @@ class JudgedView:
 
     @property
     def seated(self) -> dict[int, SimWorker]:
-        """The process of each rank, without those that the controller has given up."""
+        """The process of each rank, by rank, without the processes that the controller has given up."""
         process, workers = self._process, self._scene.workers
         # The order to start a member may have been lost.
         seats = process.past.seated_members if process is not None else {}
@@ -128,7 +129,7 @@ class JudgedView:
 
     @property
     def replaced(self) -> list[SimWorker]:
-        """The dead processes whose seats newcomers have taken."""
+        """The dead processes whose seats newcomers have taken; empty for a controller that is alone."""
         alone = self._process is not None and self._process.alone
         return [w for w in self._scene.replaced if w.member_id not in self._lost and not alone]
 
@@ -138,18 +139,18 @@ class JudgedView:
 
 
 class HostChecks(Checks):
-    """The checks of a run on several hosts. See the module."""
+    """The checks of a run on several hosts. Each controller is checked against the ranks that it has not given up."""
 
     def __init__(self, scene: HostsScene) -> None:
         self.view = JudgedView(scene)
-        super().__init__(cast(CheckedScene, self.view))  # the checks only read the attributes of the view
+        super().__init__(cast(CheckedScene, self.view))  # the checks only read attributes that the view has
         self.exit_asked = False  # a user has asked for the exit of the job
         self._hosts = scene
         self._given_up: set[MemberId] = set()
         self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}
-        # The most steps that a rank of the generation has committed
+        # Generation -> the largest number of steps that one of its ranks has committed
         self._committed: dict[Generation, int] = {}
-        self._is_judged = False  # a verdict was recorded since the last start
+        self._is_judged = False  # a verdict was recorded since the sessions last opened
         # Newest step of a living process that was killed because its controller did not know it
         self._thrown_away = -1
         self._acted_s: dict[MemberId, float] = {}
@@ -171,7 +172,10 @@ class HostChecks(Checks):
             self._committed, self._is_judged, self._thrown_away = {opened: step}, False, -1
 
     def _entitled(self, process: DecidingProcess, kind: str) -> None:
-        """Check that the controller that writes a record of this kind may decide so."""
+        """Check that a controller may write a record of this kind.
+
+        A decision about the whole job needs a majority. An exit needs the request of a user.
+        """
         if process.alone and kind in TRAINS:
             raise Violation("a_minority_only_saves", f"{process.host} is alone and writes {kind}")
         if kind in EXITS and not self.exit_asked:
@@ -180,7 +184,7 @@ class HostChecks(Checks):
             raise Violation("a_majority_decides", f"{process.host} writes {kind}, it hears no majority")
 
     def sends(self, process: DecidingProcess, message: Message) -> None:
-        """Check the invariants when a controller sends an order."""
+        """Check the invariants when a controller sends an order to a process."""
         if process.alone and isinstance(message, ExitOrder):
             raise Violation("a_minority_only_saves", f"{process.host} is alone and asks ranks for the exit")
         self.view.of(process)
@@ -190,7 +194,10 @@ class HostChecks(Checks):
             self.resuming(message)
 
     def _planned(self, record: LogRecord) -> None:
-        """Check a recorded decision. A last report of a rank that was given up may also justify it."""
+        """Check the step that a controller has decided.
+
+        The step may also be justified by the last report of a rank that was given up.
+        """
         try:
             super()._planned(record)
         except Violation as violation:
@@ -199,9 +206,9 @@ class HostChecks(Checks):
                 raise
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """Check, after a rank changed its state in the step protocol, that all ranks treat the step alike.
+        """Check, after a rank changed its state, that no rank updates a step that another rank discards.
 
-        An update by one rank and a discard by another are allowed only if one of them was given up.
+        This is allowed only if one of the two ranks was given up. ``old`` and ``new`` are states of the step protocol.
         """
         if old == "updating" and new == "ready":
             generation = worker.machine.generation
@@ -214,7 +221,7 @@ class HostChecks(Checks):
         machine = worker.machine
         fates = self._fates.setdefault((machine.generation, machine.step), {True: [], False: []})
         fates[updates].append(worker)
-        # A rank that was given up and returns may prove an update that other ranks discarded. All ranks then restart.
+        # A rank that was given up may return and report an update that other ranks discarded. All ranks then restart.
         if any(w.member_id in self._given_up for w in (worker, *fates[True])):
             return
         others = [w.rank for w in fates[not updates] if w.member_id not in self._given_up]
@@ -224,14 +231,14 @@ class HostChecks(Checks):
             raise Violation("one_fate_per_step", text)
 
     def acts(self, worker: SimWorker) -> None:
-        """Record that a process sent a message or changed its state in the step protocol."""
+        """Record the time at which a process sent a message or changed its state in the step protocol."""
         self._acted_s[worker.member_id] = self.scene.now
 
     def kills(self, worker: SimWorker, order: KillMember) -> None:
-        """Check an order to kill a process.
+        """Check an order of a controller to kill a process.
 
-        A process must not be killed for a time-out if it made progress within that time, or has done what it was
-        expected to do.
+        A process must not be killed for a time-out if it was active within that time. It must also not be killed if it
+        has done the expected action (to join, or to settle).
         """
         if order.reason == LEFT_OVER and worker.alive and worker.member_id not in self._given_up:
             self._thrown_away = max(self._thrown_away, worker.machine.step)
@@ -245,15 +252,15 @@ class HostChecks(Checks):
             raise Violation("no_progress_is_killed", text)
 
     def elected(self, node_id: NodeId, term: int) -> None:
-        """Check, after an election was won, that the term has one leader."""
+        """Check, when a node has won an election, that its term has no other leader."""
         if self._leaders.setdefault(term, node_id) != node_id:
             raise Violation("one_leader_per_term", f"{self._leaders[term]} and {node_id} lead in term {term}")
 
     def voted(self, node_id: NodeId, command: Send) -> None:
         """Check, when an election sends a message, that a node grants at most one vote in a term.
 
-        The second vote of a host that was installed again cannot be prevented. It is blank, and does not count:
-        ``one_leader_per_term`` checks what follows from it.
+        A host that was installed again may vote a second time in a term. Such a vote is marked as blank and not checked
+        here. Its consequences are checked by ``one_leader_per_term``.
         """
         reply = command.message
         if isinstance(reply, VoteReply) and reply.granted and not (reply.trial or reply.blank):

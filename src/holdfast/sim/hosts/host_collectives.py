@@ -1,6 +1,7 @@
 """Simulated collectives of ranks on several hosts.
 
-An all-reduce completes only while all hosts of the group are connected. The loss of a host does not break it at once.
+An all-reduce completes on a rank only while the host of that rank is connected to all other hosts of the group. The
+loss of a host does not break the all-reduce at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class HostCollectivesScene(CollectivesScene, Protocol):
 
 
 class HostCollectives(Collectives):
-    """The collectives of all generations. See the module."""
+    """The collectives of all generations of a job on several hosts."""
 
     scene: HostCollectivesScene
 
@@ -39,10 +40,12 @@ class HostCollectives(Collectives):
         self._last: dict[MemberId, tuple[Generation, int]] = {}  # the newest vote on a step, by member
 
     def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
-        """Enter a vote of a rank. The all-reduce of its gradients comes before it.
+        """Enter the ballot of a rank into the vote with the number ``number``.
+
+        In a vote on a step, the rank's gradients are recorded with the ballot.
 
         Raises:
-            Violation: the vote passes in an older generation than one that trains.
+            Violation: the vote completes although a newer generation already trains.
         """
         group = self.group(worker.machine.generation)
         group.broken |= any(self._has_left(group, self.scene.workers[member]) for member in group.members)
@@ -58,11 +61,11 @@ class HostCollectives(Collectives):
         self._newest = group.generation
 
     def loss(self, member_id: MemberId) -> tuple[Contribution, ...]:
-        """Return the gradients that the last update of a member was made of, ordered by rank."""
+        """Return the gradients that the last update of a member has used, one entry per rank, ordered by rank."""
         return tuple(made for _, made in sorted(self._made_of[self._last[member_id]].items()))
 
     def deliver(self, group: SimGroup, round_: Round, voter: Voter) -> None:
-        """Complete the all-reduce at one rank, as soon as its host is connected to all others of the group."""
+        """Deliver the result of a completed vote to one rank, when its host is connected to all hosts of the group."""
         if not voter.alive or voter.machine.generation != group.generation:
             return
         if not self._is_connected(group, voter.node_id):
@@ -76,9 +79,10 @@ class HostCollectives(Collectives):
 
     @staticmethod
     def _has_left(group: SimGroup, voter: Voter) -> bool:
-        """Return True if a rank has left the group.
+        """Return True if a rank is fenced or belongs to another generation than ``group``.
 
-        A fenced rank has closed its connections. A vote of a rank that was paused in the meantime cannot complete.
+        A fenced rank has closed its connections. A rank that was paused at the time of the fence may still enter a vote
+        of the old generation. That vote cannot complete.
         """
         return voter.machine.fenced is not None or voter.machine.generation != group.generation
 

@@ -1,4 +1,4 @@
-"""Faults of hosts and of the network between them, as data, and their injection into a simulated run."""
+"""Faults of hosts and of the network between hosts, as data, and the injection of these faults into a simulated run."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ PHASES = ("", "", "idle", "fencing", "replacing", "saving", "leaving", "starting
 
 
 class HostFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fault of a host or the network. It strikes when time ``at_s`` has passed and the job is in ``phase``.
+    """A fault of a host or the network. It strikes as soon as ``at_s`` has passed and the job is in ``phase``.
 
     Attributes:
+        kind: what happens.
         at_s: virtual time in seconds.
         node: number of the host that the fault strikes.
         other: number of the second host of a ``bridge``.
-        duration_s: virtual seconds until the fault ends.
+        duration_s: virtual seconds until the fault ends. 0 in a ``lose_host``: the host never returns.
         phase: a phase of the job; empty: any phase; ``electing``: no controller leads.
     """
 
@@ -60,7 +61,7 @@ class HostFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostFaultTarget(Protocol):
-    """The interface of the simulated world that these faults act on."""
+    """The interface of the simulated world through which host faults take effect."""
 
     network: Network
 
@@ -78,7 +79,7 @@ class HostFaultTarget(Protocol):
 
 
 class HostInjector:
-    """The injector of host faults: it applies each fault when the time and the phase of the fault have come."""
+    """The injector of host faults. It applies each fault when its time has passed and the job is in its phase."""
 
     def __init__(self, world: HostFaultTarget, nodes: Sequence[NodeId]) -> None:
         self._world = world
@@ -86,12 +87,12 @@ class HostInjector:
         self._armed: list[HostFault] = []
 
     def start(self, faults: Sequence[HostFault]) -> None:
-        """Schedule each fault at its time."""
+        """Schedule each of ``faults`` at its time."""
         for fault in faults:
             self._world.later(fault.at_s, f"fault {fault.kind}", partial(self._arm, fault))
 
     def moved(self) -> None:
-        """Apply the faults that waited for the present phase. Call this when the phase may have changed."""
+        """Apply the faults that wait for the present phase of the job. To be called when the phase may have changed."""
         if self._armed:
             phase = self._world.phase()
             for fault in [f for f in self._armed if f.phase == phase]:
@@ -167,7 +168,7 @@ def _both(node: NodeId, others: Sequence[NodeId]) -> tuple[tuple[NodeId, NodeId]
 def random_host_faults(
     rng: random.Random, nodes: int, count: int, kinds: Sequence[HostFaultKind] = KINDS
 ) -> tuple[HostFault, ...]:
-    """Return ``count`` random faults. Most follow the fault before them after a short time."""
+    """Return ``count`` random faults of ``nodes`` hosts. Most of them strike shortly after the previous fault."""
     faults: list[HostFault] = []
     at_s = rng.uniform(0.4, 1.6)
     for _ in range(count):

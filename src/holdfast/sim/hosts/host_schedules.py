@@ -1,4 +1,4 @@
-"""Random fault schedules for runs on several hosts, and the reduction of a schedule that breaks an invariant."""
+"""Random fault schedules for runs on several hosts, and the search for a smaller schedule with the same violation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ ASKED_CHANCE = 0.15
 
 
 def hosts_case(seed: int, kinds: tuple[HostFaultKind, ...] = HOST_KINDS) -> HostsCase:
-    """Return the schedule of a seed: one to three faults of hosts and up to two of processes, at close times.
+    """Return the random schedule of a seed: the size of a job, one to three host faults and up to two process faults.
 
-    In some schedules a user asks for the exit of the job on a host, shortly after a fault that may have cut it off.
+    Most faults strike shortly after another fault. In some schedules a user also asks for the exit of the job on a
+    host, shortly after a fault that may have disconnected this host.
+
+    Args:
+        seed: seed of the random numbers.
+        kinds: the kinds of host faults to choose from.
     """
     rng = random.Random(seed)
     nodes, spares, per_node = rng.choice(SIZES)
@@ -59,7 +64,7 @@ def hosts_case(seed: int, kinds: tuple[HostFaultKind, ...] = HOST_KINDS) -> Host
 
 
 def hosts_breach(seed: int, case: HostsCase) -> str:
-    """Return the invariant that a schedule breaks, with what was observed. Return an empty text if it breaks none."""
+    """Simulate a schedule. Return the broken invariant as "name: description", or an empty text if none is broken."""
     try:
         run_hosts(seed, case)
     except Violation as violation:
@@ -68,7 +73,7 @@ def hosts_breach(seed: int, case: HostsCase) -> str:
 
 
 def _smaller(case: HostsCase) -> Iterator[HostsCase]:
-    """Yield each schedule with one fault less, then each schedule that is simpler in one number."""
+    """Yield each copy of ``case`` without one of its faults. Then yield each copy with one parameter made simplest."""
     for fault in case.faults:
         yield msgspec.structs.replace(case, faults=tuple(f for f in case.faults if f is not fault))
     for each in case.host_faults:
@@ -88,7 +93,10 @@ def _smaller(case: HostsCase) -> Iterator[HostsCase]:
 def shrunk_hosts_case(
     seed: int, case: HostsCase, breach: Callable[[int, HostsCase], str] = hosts_breach
 ) -> HostsCase:
-    """Return the smallest schedule found that breaks the same invariant as ``case``."""
+    """Return the smallest schedule found that breaks the same invariant as ``case``.
+
+    ``breach`` simulates a schedule as :func:`hosts_breach` does.
+    """
     name = breach(seed, case).partition(":")[0]
     for smaller in _smaller(case):
         if breach(seed, smaller).partition(":")[0] == name:
@@ -97,7 +105,7 @@ def shrunk_hosts_case(
 
 
 class FoundSchedule(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule that once broke the invariant ``broke``. It is stored as one line of JSON and rerun as a test."""
+    """A schedule that once broke an invariant (``broke``). The tests store such schedules as JSON and rerun them."""
 
     seed: int
     broke: str

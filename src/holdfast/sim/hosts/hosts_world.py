@@ -1,7 +1,7 @@
 """Simulation of a whole run on several hosts: elections of the controller's host, lost hosts and partitions.
 
-All state machines are those of production: agents, elections, controllers, step machines. One seed and one case
-determine one run, as in ``sim/world.py``. Its workers, store, spares and checks are also used here.
+The state machines of agents, elections, controllers and steps are the real ones. One seed and one case determine one
+run. The workers, the store, the spares and most checks are those of ``sim/world.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BOOT_S = (0.0, 0.1)
 SUCCESSOR_S = (0.2, 0.5)
 UNMET_S = 30.0
 END_S = 5.0
-LEASE_S = 3.0  # a voter that sends nothing is suspected before this
+LEASE_S = 3.0  # a controller suspects a voter that sends nothing before this time has passed
 CLOCK_OFFSET_S_MAX = 1e6
 CLOCK_RATE_ERROR_MAX = 2e-4
 
@@ -64,8 +64,8 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         spares: number of spare hosts.
         per_node: number of ranks per host.
         shards: number of distinct boxes; rank r holds box ``r % shards``.
-        nodes_min: smallest number of hosts with which the job continues, with fewer ranks; 0: it never shrinks. Any
-            other value needs a job in which each rank holds the whole state (``shards`` 1).
+        nodes_min: smallest number of hosts with which the job continues after it has lost hosts and their ranks; 0: the
+            job never continues with fewer ranks. Another value than 0 needs ``shards`` 1.
         witness: True if the job has a witness.
         until: number of steps of the run.
     """
@@ -82,7 +82,7 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostsWorld(World):
-    """The simulated world of one run on several hosts. See the module."""
+    """One simulated run on several hosts: the hosts, their network, processes, faults and checks."""
 
     collectives_type = HostCollectives
     checks_type = HostChecks
@@ -97,7 +97,7 @@ class HostsWorld(World):
         self.hosts: dict[NodeId, SimHost] = {}
         self.network = Network(self)
         self.history = StepHistory()
-        # (decides alone, end) of each controller that ended the run
+        # (the controller decides alone, its order to end) of each controller that ended the run
         self.finishes: list[tuple[bool, Finish]] = []
         super().__init__(case.nodes * case.per_node, seed, case.faults, case.until, case.shards)
         names = [NodeId(f"n{number}") for number in range(case.nodes + case.spares)]
@@ -113,7 +113,7 @@ class HostsWorld(World):
         self._faults.start(case.host_faults)
 
     def resume(self, before: HostsWorld) -> None:
-        """Continue the job of the run ``before``, which asked to be queued again: take over checkpoints and history."""
+        """Continue the job of the run ``before``, which asked to be queued again, with its checkpoints and history."""
         self.store.saves = {f"before/{name}": save for name, save in before.store.saves.items()}
         self.history = before.history
         self.history.requeued()
@@ -126,10 +126,10 @@ class HostsWorld(World):
             self.later_on(name, self.jitter(*BOOT_S), f"boot {name}", partial(self._boot, name))
 
     def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None:
-        """Run ``action`` on a host after ``delay_s``.
+        """Run ``action`` on a host after ``delay_s`` seconds.
 
-        If the host loses power before, the action never runs. If the host is paused at that time, the action runs after
-        the pause.
+        If the host loses power before that time, the action never runs. If the host is paused at that time, the action
+        runs after the pause. A timer (``label`` begins with "tick") runs at the rate of the host's clock.
         """
         host = self.hosts.get(node_id)
         if host is None:
@@ -150,7 +150,7 @@ class HostsWorld(World):
         self.later(delay_s, label, run)
 
     def clock(self, node_id: NodeId) -> float:
-        """Return CLOCK_MONOTONIC of a host, in seconds."""
+        """Return the present reading of CLOCK_MONOTONIC on a host, in seconds."""
         return self.hosts[node_id].reads(self.now)
 
     def is_up(self, node_id: NodeId) -> bool:
@@ -158,16 +158,16 @@ class HostsWorld(World):
         return self.hosts[node_id].is_up
 
     def others(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """Return all hosts but ``node_id``."""
+        """Return all hosts except ``node_id``."""
         return tuple(name for name in self.hosts if name != node_id)
 
     def council_of(self, node_id: NodeId) -> SimCouncil | None:
-        """Return the council of the agent on a host, or None if the agent is not alive."""
+        """Return the council of the agent on a host, or None if that agent is not alive."""
         council = self.hosts[node_id].council
         return council if council is not None and not council.over else None
 
     def controller_on(self, node_id: NodeId) -> ControllerProcess | None:
-        """Return the controller that runs on a host, or None."""
+        """Return the controller process that runs on a host, or None if no controller runs there."""
         process = self.hosts[node_id].process
         return process if process is not None and process.lives else None
 
@@ -179,7 +179,7 @@ class HostsWorld(World):
         return agent
 
     def _boot(self, name: NodeId) -> None:
-        """Start an agent on a host: the first one or a successor."""
+        """Start an agent on a host: the first agent of the host, or the successor of a dead agent."""
         host = self.hosts[name]
         host.booting = False
         if not host.is_up or host.left:
@@ -201,7 +201,7 @@ class HostsWorld(World):
             else:
                 self._feed_agent(agent, self._exit_of(worker, None, None))
         first = name == next(iter(self.hosts)) and not any(each.in_job for each in self.hosts.values())
-        # If all hosts were reinstalled, the job cannot be founded a second time: it would be another job.
+        # If all hosts were reinstalled, no host may found the job a second time: that would be another job.
         founders = len(self.hosts) if first and not self.journal else 0
         host.council = SimCouncil(self, name, host.disk, founders, witness=self.case.witness)
         if host.disk.ballot.electorate is None:
@@ -209,7 +209,10 @@ class HostsWorld(World):
         host.council.begin()
 
     def _unmet(self, agent: SimAgent, host: SimHost) -> None:
-        """End an agent that has no electorate and knows no leader after ``UNMET_S``."""
+        """End an agent that belongs to no job and knows no leader. Called ``UNMET_S`` after the start of the agent.
+
+        An agent without a job that knows a leader is checked again after ``UNMET_S``.
+        """
         council = host.council
         if not agent.alive or council is None or council.meeting.job or council.apart:
             return
@@ -219,7 +222,7 @@ class HostsWorld(World):
             self.later_on(host.node_id, UNMET_S, f"unmet {host.node_id}", partial(self._unmet, agent, host))
 
     def _leave(self, host: SimHost) -> None:
-        """End the agent of a host permanently. The controller of the host ends ``END_S`` later."""
+        """End the agent of a host, without a successor. A controller process on the host ends ``END_S`` later."""
         host.left = True
         self._agents[host.node_id].alive = False
         if host.council is not None:
@@ -231,7 +234,7 @@ class HostsWorld(World):
     # ---------------------------------------------------------------- faults
 
     def phase(self) -> str:
-        """Return the phase of the job, as its newest controller sees it."""
+        """Return the phase of the job according to the controller of the newest term; ``NO_PHASE`` if there is none."""
         leading = self._leading()
         return NO_PHASE if leading is None else str(leading.machine.snapshot()["phase"])
 
@@ -241,7 +244,10 @@ class HostsWorld(World):
         return max(living, key=lambda process: process.term, default=None)
 
     def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None:
-        """Cut the power of a host. It starts again after ``back_s`` (0: never), with an empty disk if ``empty``."""
+        """Cut the power of a host.
+
+        It starts again after ``back_s`` virtual seconds (0: never), with an empty disk if ``empty``.
+        """
         host, agent = self.hosts[node_id], self._agents[node_id]
         if not host.is_up or host.left:
             return
@@ -275,35 +281,35 @@ class HostsWorld(World):
         self.later_on(node_id, self.jitter(*SUCCESSOR_S), f"boot {node_id}", partial(self._boot, node_id))
 
     def pause(self, node_id: NodeId, duration_s: float) -> None:
-        """Stop everything on a host for ``duration_s``."""
+        """Pause all processes of a host for ``duration_s`` virtual seconds. The clock of the host continues."""
         host = self.hosts[node_id]
         host.is_steady = False
         host.paused_until_s = max(host.paused_until_s, self.now + duration_s)
 
     def jump(self, node_id: NodeId, ahead_s: float) -> None:
-        """Set the clock of a host ahead by ``ahead_s``."""
+        """Set the clock of a host ahead by ``ahead_s`` seconds."""
         self.hosts[node_id].offset_s += ahead_s
 
     def set_lateness(self, node_id: NodeId, late_s: float) -> None:
-        """Make the timers of a host fire up to ``late_s`` late."""
+        """Delay each timer of a host by a random time of at most ``late_s`` virtual seconds."""
         self.hosts[node_id].late_s = late_s
         self.hosts[node_id].is_steady = False
 
     def set_disk(self, node_id: NodeId, *, slow_s: float, full: bool) -> None:
-        """Make the disk of a host slow (``slow_s`` more per sync, at most), full, or normal again."""
+        """Make the disk of a host slow (each sync takes up to ``slow_s`` seconds longer), full, or normal again."""
         disk = self.hosts[node_id].disk
         disk.slow_s, disk.is_full = slow_s, full
         self.hosts[node_id].is_steady = False
 
     def kill_controller(self) -> None:
-        """Kill the newest controller."""
+        """Kill the controller with the newest term, among those that do not decide alone."""
         leading = self._leading()
         if leading is not None:
             self.memory_losses.add("controller")
             leading.die()
 
     def kill_agent(self, node_id: NodeId) -> None:
-        """Kill the agent of a host. Its workers and controller live, and the launcher starts a new agent."""
+        """Kill the agent of a host, but not its workers and controller. The launcher starts a new agent."""
         if self.hosts[node_id].is_up and not self._agents[node_id].machine.ended:
             self.agent_broke(node_id)
 
@@ -321,13 +327,13 @@ class HostsWorld(World):
         self.later_on(node_id, self.jitter(*SUCCESSOR_S), f"boot {node_id}", partial(self._boot, node_id))
 
     def ask_exit(self) -> None:
-        """Simulate ``holdfast exit`` on the first host with a living agent."""
+        """Simulate the command ``holdfast exit`` on the first host with a living agent."""
         agents = [agent for agent in self._agents.values() if agent.alive]
         if agents:
             self._ask_exit_of(agents[0])
 
     def ask_exit_on(self, node_id: NodeId) -> None:
-        """Simulate ``holdfast exit`` on one host."""
+        """Simulate the command ``holdfast exit`` on one host. Without a living agent there it has no effect."""
         if self._agents[node_id].alive:
             self._ask_exit_of(self._agents[node_id])
 
@@ -336,7 +342,10 @@ class HostsWorld(World):
         self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
 
     def is_cut_off(self, node_id: NodeId) -> bool:
-        """Return True if a host has certainly not heard a majority of its electorate for longer than ``LEASE_S``."""
+        """Return True if no majority of a host's electorate can have sent it messages in the last ``LEASE_S`` seconds.
+
+        False if a fault has delayed timers or syncs of the host, whose knowledge may then be outdated.
+        """
         host = self.hosts[node_id]
         electorate = host.disk.ballot.electorate
         if electorate is None or not host.is_steady:
@@ -350,20 +359,23 @@ class HostsWorld(World):
 
     @property
     def controllers(self) -> list[Controller]:
-        """The state machines of the living controllers."""
+        """The state machines of the living controllers of all hosts."""
         processes = [host.process for host in self.hosts.values()]
         return [process.machine for process in processes if process is not None and process.lives]
 
     def make_controller(self, config: Config, past: ReplayedState) -> Controller:
-        """Return the machine of a controller process."""
+        """Make the state machine of a controller process, which starts with the state ``past`` from the event log."""
         return self.controller_type(config, past, self.store.uncovered)
 
     def make_election(self, config: ElectionConfig, kept: HardState) -> Election:
-        """Return the state machine of an agent's election."""
+        """Make the state machine of an agent's election, which starts with ``kept`` from the election file."""
         return self.election_type(config, kept)
 
     def controller_config(self, disk: SimDisk, node_id: NodeId, term: int, alone: bool) -> Config:
-        """Return the configuration of a controller, as ``controllerd.config_of`` makes it."""
+        """Return the configuration of a controller on a host, as ``controllerd.config_of`` makes it.
+
+        ``alone`` is True if the controller decides only for its own host.
+        """
         voters = disk.ballot.electorate.voters if disk.ballot.electorate is not None else ()
         return Config(
             run_id="sim",
@@ -383,7 +395,10 @@ class HostsWorld(World):
         )
 
     def run_controller(self, node_id: NodeId, term: int, alone: bool) -> ControllerProcess | None:
-        """Start a controller process on a host, and return the process."""
+        """Start a controller process of ``term`` on a host, and return the process.
+
+        ``alone`` is True if the controller decides only for its own host.
+        """
         host = self.hosts[node_id]
         if alone or term > 1:
             self.memory_losses.add("controller")
@@ -392,45 +407,54 @@ class HostsWorld(World):
         return process
 
     def decided(self, process: ControllerProcess, record: LogRecord) -> None:
-        """Check the invariants after a controller has written a record to its log."""
+        """Check the invariants after a controller has written a record to its event log."""
         self.journal.append(record)
         if process.lost:
             self.memory_losses |= {
                 "node",
                 "page",
-            }  # a layout that reached no controller is lost, too
+            }  # a layout that reached no controller is also lost
         self.checks.decided(process, record)
         self._faults.moved()
 
     def sends(self, process: ControllerProcess, message: Message) -> None:
-        """Check an order that a controller sends."""
+        """Check the invariants when a controller sends an order."""
         self.checks.sends(process, message)
 
     def finished(self, process: ControllerProcess, finish: Finish) -> None:
-        """Record that a controller has ended the run for the agents that are connected to it."""
+        """Record that a controller has ended the run for the agents that are connected to this controller."""
         self.finishes.append((process.alone, finish))
 
     # ---------------------------------------------------------------- agents and elections
 
     def agent_hears(self, node_id: NodeId, message: Message) -> None:
-        """Pass a message from the link of an agent to the agent's state machine."""
+        """Pass a message from the controller, or about the connection to it, to the state machine of an agent."""
         self._feed_agent(self._agents[node_id], message)
 
     def joined(self, node_id: NodeId) -> None:
-        """Record that the job is known on a host, and notify the agent of the host."""
+        """Record that a host belongs to the job, and notify the agent of the host."""
         self.hosts[node_id].in_job = True
         self._feed_agent(self._agents[node_id], JobFormed())
 
     def elected(self, node_id: NodeId, term: int) -> None:
-        """Check an election that a node has won."""
+        """Check the invariants when a node has won the election of ``term``."""
         self.checks.elected(node_id, term)
 
     def election_sends(self, node_id: NodeId, command: Send) -> None:
-        """Check a message that an election sends."""
+        """Check the invariants when the election on a node sends a message."""
         self.checks.voted(node_id, command)
 
     def claim(self, node_id: NodeId, claim: Claim, answer: Callable[[WitnessReply], None]) -> None:
-        """Ask the witness on behalf of an agent. The first claim of a number wins, and all claims get its voters."""
+        """Send a claim to the witness on behalf of an agent.
+
+        A claim proposes the voters of the electorate with a number. The first claim of a number wins. The reply to each
+        claim contains the voters of the first one.
+
+        Args:
+            node_id: the host of the agent.
+            claim: the claim.
+            answer: called with the reply.
+        """
 
         def ask() -> None:
             voters = self._claims.setdefault(claim.number, claim.voters)
@@ -472,7 +496,7 @@ class HostsWorld(World):
         super()._carry_out_kill(worker, order)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """Check a change of a rank's state in the step protocol, and record a committed step in the history."""
+        """Check the change of a rank from state ``old`` to ``new``, and record a committed step in the history."""
         self.checks.acts(worker)
         super().moved(worker, old, new)
         if old == "updating" and new == "ready":
@@ -481,7 +505,10 @@ class HostsWorld(World):
             self.history.commits(worker, worker.machine.step - 1, loss, ranks)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a host. The job takes over the number of ranks from the order."""
+        """Start workers on a host after ``delay_s`` virtual seconds; 0: after the random time that a fork takes.
+
+        From then on the job has the number of ranks that is in ``order``.
+        """
         if order.world_size != self.world_size:
             self.world_size = order.world_size
             self.everyone = tuple(range(order.world_size))
@@ -492,7 +519,12 @@ class HostsWorld(World):
             self.history.begins(self.workers[seat.member_id])
 
     def fetch(self, newcomer: SimWorker, rank: int) -> int | None:
-        """Return the same as in ``World``, and None if the newcomer cannot connect to the host of ``rank``."""
+        """Transfer the state of ``rank`` to a newcomer.
+
+        Returns:
+            The number of updates in the parameters of that state. None if ``rank`` is dead, if its host is not
+            connected to the newcomer's host, or if its parameters belong to no step now.
+        """
         if not self.network.connects(newcomer.node_id, self.seated[rank].node_id):
             return None
         return super().fetch(newcomer, rank)
@@ -502,10 +534,12 @@ class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a run on several hosts.
 
     Attributes:
-        code: exit code of the job, or of a controller that ended alone; -1: no host is left.
-        step: the step at which training finished; -1: it did not finish.
-        time_s: virtual time of the run.
-        coverage: number of times that each fault struck in each phase.
+        code: exit code of the job; if no controller with a majority ended the run, that of a controller that decided
+            alone; -1: no host is left.
+        step: the step at which training finished; -1: training did not finish.
+        time_s: virtual seconds of the run.
+        digest: digest of all simulated events, equal for equal runs.
+        coverage: number of faults by (kind, phase of the job).
     """
 
     code: int
@@ -519,7 +553,12 @@ class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_hosts(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorld) -> HostsResult:
-    """Simulate one run to its end.
+    """Simulate one run of a job on several hosts to its end.
+
+    Args:
+        seed: seed of all random numbers.
+        case: the size of the job and its faults.
+        world: the class of the simulated world, for example with a planted error.
 
     Raises:
         Violation: an invariant is broken.
@@ -530,7 +569,9 @@ def run_hosts(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorl
 
 
 def run_requeued(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorld) -> HostsResult:
-    """Simulate a job that is queued again each time it asks to be. Only the first run has faults.
+    """Simulate a job that starts again in a new run each time it exits with ``Exit.REQUEUE``.
+
+    The arguments are those of :func:`run_hosts`. Only the first run has faults. The result is that of the last run.
 
     Raises:
         Violation: an invariant is broken.

@@ -1,12 +1,12 @@
-"""Simulated connections between processes on hosts, over a network in which each direction may fail.
+"""Simulated connections between processes on hosts. Each direction between two hosts may fail on its own.
 
-Theory. A connection delivers messages in order. While a direction is blocked, the kernel keeps the messages that were
-sent. They arrive when the direction works again. If nothing is acknowledged for ``USER_TIMEOUT_S``
-(``TCP_USER_TIMEOUT`` of every socket), the kernel of the sender closes the connection. A host without power sends
-nothing, and its connections are not closed.
+Theory. A connection delivers messages in order. While a direction is blocked, the kernel keeps the sent messages. They
+arrive when the direction works again. If a message is not acknowledged for ``USER_TIMEOUT_S`` (``TCP_USER_TIMEOUT`` of
+every socket), the kernel of the sender closes the connection. A host that loses power sends nothing more, not even the
+close of its connections.
 
 Invariants:
-1. Messages of one direction arrive in the order in which they were sent, each at most once.
+1. The messages of one direction of a connection arrive in the order in which they were sent, each at most once.
 2. A closed end receives nothing more.
 """
 
@@ -21,7 +21,7 @@ from holdfast.core.protocol.messages import Message
 
 USER_TIMEOUT_S = 5.0
 LATENCY_S = (0.0002, 0.003)
-RETRANSMIT_S = 0.2  # the longest time until a working direction is noticed
+RETRANSMIT_S = 0.2  # the longest time until a sender notices that a direction works again
 
 
 class NetworkScene(Protocol):
@@ -39,6 +39,7 @@ class End:
     """One end of a connection, used by a process on ``host``.
 
     Attributes:
+        open: False after this end was closed.
         on_message: called with each message that arrives.
         on_closed: called once when the other side, or the kernel, closes the connection.
     """
@@ -58,7 +59,7 @@ class End:
         return self.open
 
     def close(self) -> None:
-        """Close this end and notify the other side, as when the process closes it or dies."""
+        """Close this end and notify the other side. A process does so, or the kernel when the process dies."""
         if self.open:
             self.open = False
             self._connection.send(self._side, None)
@@ -68,31 +69,31 @@ class End:
         self.open = False
 
     def drop(self) -> None:
-        """Close this end on behalf of the kernel, and call ``on_closed``."""
+        """Close this end because the kernel or the other side has closed the connection, and call ``on_closed``."""
         if self.open:
             self.open = False
             self.on_closed()
 
 
 class Connection:
-    """A connection: two ends and the messages in flight. None in place of a message closes the receiving end."""
+    """A connection: two ends and the messages in flight. A message of None closes the end that receives it."""
 
     def __init__(self, network: Network, hosts: tuple[NodeId, NodeId]) -> None:
         self.ends = (End(self, hosts[0], 0), End(self, hosts[1], 1))
         self._network = network
         self._held: tuple[list[Message | None], list[Message | None]] = ([], [])
-        self._last_s = [0.0, 0.0]  # by direction: the latest planned arrival
-        self._watched = [False, False]  # by sender: an acknowledgement is awaited
+        self._last_s = [0.0, 0.0]  # by number of the sending end: the latest planned arrival
+        self._watched = [False, False]  # by number of the sending end: it waits for an acknowledgement
 
     def send(self, side: int, message: Message | None) -> None:
-        """Send a message from the end number ``side``. None closes the connection."""
+        """Send a message from the end with the number ``side`` (0 or 1). A message of None closes the other end."""
         if self._held[side]:
             self._held[side].append(message)
             return
         self._travel(side, message, self._network.delay_s())
 
     def retry(self) -> None:
-        """Send the held messages of each direction that works again, in order."""
+        """Send the messages that were held back in a blocked direction, in order, if the direction works again."""
         for side in (0, 1):
             if self._held[side] and self._network.carries(self.ends[side].host, self.ends[1 - side].host):
                 waiting = list(self._held[side])
@@ -160,7 +161,7 @@ class Network:
         self.scene = scene
         self.slow_s = 0.0  # the largest delay that is added to a message
         self._blocked: dict[tuple[NodeId, NodeId], int] = {}
-        self._since_s: dict[tuple[NodeId, NodeId], float] = {}  # by blocked direction
+        self._since_s: dict[tuple[NodeId, NodeId], float] = {}  # blocked direction -> start of the block
         self._vanished_s: dict[NodeId, float] = {}
         self._connections: list[Connection] = []
 
@@ -173,7 +174,10 @@ class Network:
         return source == target or (source, target) not in self._blocked
 
     def silence_s(self, source: NodeId, target: NodeId) -> float:
-        """Return for how long messages from ``source`` have not reached ``target``; 0: they reach it."""
+        """Return for how many virtual seconds no message from ``source`` can have reached ``target``.
+
+        0 means that messages reach ``target`` now.
+        """
         if source == target:
             return 0.0
         since_s = self._since_s.get((source, target), self.scene.now)
@@ -182,25 +186,28 @@ class Network:
         return self.scene.now - since_s
 
     def connects(self, one: NodeId, other: NodeId) -> bool:
-        """Return True if two hosts can connect: both are up and both directions work."""
+        """Return True if two hosts can connect: both have power and both directions between them work."""
         both = self.carries(one, other) and self.carries(other, one)
         return both and self.scene.is_up(one) and self.scene.is_up(other)
 
     def connect(self, one: NodeId, other: NodeId) -> tuple[End, End]:
-        """Make a connection between two hosts and return its ends."""
+        """Open a connection between two hosts. Return the end of ``one`` and the end of ``other``."""
         connection = Connection(self, (one, other))
         self._connections = [c for c in self._connections if not c.is_over]
         self._connections.append(connection)
         return connection.ends
 
     def block(self, directions: tuple[tuple[NodeId, NodeId], ...]) -> None:
-        """Block the given directions. Blocks may overlap; a direction works again when all of its blocks have ended."""
+        """Block directions, each as (sending host, receiving host).
+
+        Blocks may overlap. A direction works again when all of its blocks have ended.
+        """
         for direction in directions:
             self._blocked[direction] = self._blocked.get(direction, 0) + 1
             self._since_s.setdefault(direction, self.scene.now)
 
     def unblock(self, directions: tuple[tuple[NodeId, NodeId], ...]) -> None:
-        """End one earlier :meth:`block` of the given directions."""
+        """End one earlier block of the given directions."""
         for direction in directions:
             self._blocked[direction] -= 1
             if not self._blocked[direction]:

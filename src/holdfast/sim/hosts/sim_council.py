@@ -1,7 +1,7 @@
 """The connections of an agent to other agents, with the real state machine of the election.
 
-It is a model of ``runtime/agent/leader_election.py`` and ``peers.py``. An agent that dies leaves its event log and the
-file of its promises in elections. Its successor begins with them.
+This module is a model of ``runtime/agent/leader_election.py`` and ``peers.py``. The event log and the file of election
+votes stay on the host when its agent dies. The next agent on the host begins with them.
 """
 
 from __future__ import annotations
@@ -71,13 +71,15 @@ class SimCouncil:
     """The council of one agent process: its election and its connections to other agents.
 
     Args:
-        founders: number of nodes that this agent waits for before it founds the job; 0: it founds none.
+        founders: number of connected nodes, this one included, that this agent waits for before it founds the job; 0:
+            this agent does not found the job.
         witness: True if the job has a witness.
 
     Attributes:
         lines: connections to other agents, by node.
-        meeting: what this agent knows of jobs.
-        apart: this agent has given up, and has closed its connections to other agents.
+        meeting: the state machine that finds out to which job this agent and the connected agents belong.
+        over: True after the end of the agent process.
+        apart: True if this agent has given up the election, and has closed its connections to other agents.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class SimCouncil:
         self._link = SimLink(scene, host, self._from_link)
 
     def begin(self) -> None:
-        """Connect to the other agents and to a controller on this host, and start the election or found the job."""
+        """Connect to the other agents and to a controller on this host. Start the election, or found the job."""
         self._look_at_log()
         self._dial()
         process = self._link.join_local()
@@ -116,7 +118,7 @@ class SimCouncil:
             self._found()
 
     def restart(self) -> None:
-        """Report the loss of the controller to the election."""
+        """Report the loss of the controller to the election, which then starts or finds another controller."""
         self._look_at_log()
         self._driver.post(LeaderLost())
 
@@ -130,7 +132,7 @@ class SimCouncil:
         return self._link.send(message)
 
     def end(self) -> None:
-        """End with the agent process, and close all connections."""
+        """Stop the election and close all connections, because the agent process has ended."""
         self.over = True
         self._driver.close()
         self._link.end()
@@ -238,7 +240,7 @@ class SimCouncil:
                 self._link.start(command.term, self._up)
             case Follow():
                 if not self.meeting.job:
-                    self._scene.joined(self._host)  # the leader may have ranks started here
+                    self._scene.joined(self._host)  # the leader may start ranks on this host
                 self._link.follow(command.lead)
             case StepDown():
                 self._link.kill_local()

@@ -1,9 +1,9 @@
-"""The disk of a simulated host: its event log and the file of its promises in elections.
+"""The disk of a simulated host: its event log, and the file with its election state (term, vote, electorate).
 
-Theory. A written line of the log is in the page cache. A synced line is on the disk. The death of a process loses
-neither. A loss of power loses lines that were not synced. The last remaining line may be torn, and a reader of the log
-skips a torn line. The file of promises is replaced with fsync, so after a loss of power the file is the old one or the
-new one.
+Theory. A written line of the log is in the page cache. A synced line is on the disk. The death of a process loses no
+lines. A loss of power may lose lines that were not synced. The last remaining line may be incomplete, and a reader of
+the log skips an incomplete line. The election file is replaced with fsync, so a loss of power leaves either the old
+file or the new file.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ SYNC_S = (0.0002, 0.004)
 
 
 class DiskFullError(OSError):
-    """The disk has no room for a file."""
+    """The error of a write to a disk that has no room for the file."""
 
 
 class LogLine(NamedTuple):
     """One line of an event log: the record of a controller.
 
     Attributes:
-        term: the term of the controller; 0 if it decides alone, because its lines are for this host only.
+        term: the term of the controller; 0 if the controller decides alone, because then the line is for this host
+            only.
         number: the number of the line in its term; 0 if the controller decides alone.
-        record: the record.
-        at_s: time on the clock of this host when the line was written here.
+        record: the record of the controller.
+        at_s: time at which the line was written on this host, in seconds on the host's clock.
     """
 
     term: int
@@ -46,7 +47,13 @@ class LogLine(NamedTuple):
 
 
 class SimDisk:
-    """The disk of one host. See the module."""
+    """The disk of one host.
+
+    Attributes:
+        ballot: the contents of the election file.
+        lines: the lines of the event log.
+        is_full: True if no file can be written. The event log can still grow, because room is reserved for it.
+    """
 
     def __init__(self) -> None:
         self.ballot = HardState()
@@ -58,7 +65,7 @@ class SimDisk:
 
     @property
     def last_place(self) -> LinePlace:
-        """The place of the newest line; ``NO_PLACE`` if there is none."""
+        """(term, number) of the newest line of the event log; ``NO_PLACE`` if the log is empty."""
         return max(self._places, default=NO_PLACE)
 
     def next_number(self, term: int) -> int:
@@ -66,10 +73,12 @@ class SimDisk:
         return 1 + sum(place[0] == term for place in self._places)
 
     def append(self, line: LogLine) -> None:
-        """Write one line. This works on a full disk, too, because a daemon reserves room at the end of its log.
+        """Write one line to the event log.
+
+        This succeeds even on a full disk, because the process that writes a log reserves room at its end.
 
         Raises:
-            Violation: the log has this line already.
+            Violation: the log has a line with this term and number already.
         """
         if line.term and line.place in self._places:
             raise Violation("a_line_is_logged_once", f"line {line.term}.{line.number} {line.record.kind}")
@@ -77,39 +86,45 @@ class SimDisk:
         self.lines.append(line)
 
     def sync(self) -> None:
-        """Put all lines written so far on the disk, so that they survive a loss of power."""
+        """Sync the event log: all lines written so far then survive a loss of power."""
         self._synced = len(self.lines)
 
     def sync_s(self, jitter: Callable[[float, float], float]) -> float:
-        """Draw the duration of one sync, in seconds."""
+        """Return a random duration of one sync, in virtual seconds. ``jitter`` draws a number between two bounds."""
         return jitter(*SYNC_S) + (jitter(0.0, self.slow_s) if self.slow_s else 0.0)
 
     def keep(self, ballot: HardState) -> None:
-        """Replace the file of promises, with fsync.
+        """Replace the election file, with fsync.
 
         Raises:
-            DiskFullError: there is no room. The old file is unchanged.
+            DiskFullError: the disk is full. The old file is unchanged.
         """
         if self.is_full:
             raise DiskFullError("promises")
         self.ballot = ballot
 
     def lose_power(self, rng: random.Random) -> None:
-        """Drop some of the lines that were not synced: all lines from a random one of them on."""
+        """Drop a random number of lines from the end of the event log, but no synced line."""
         kept = rng.randint(self._synced, len(self.lines))
         del self.lines[kept:]
         self._places = {line.place for line in self.lines}
         self._synced = len(self.lines)
 
     def in_force(self, *, alone: bool = False) -> list[LogLine]:
-        """Return the lines that count for a leader, or for a controller that is alone."""
+        """Return the lines of the event log from which a controller on this host continues.
+
+        Args:
+            alone: True for a controller that decides alone. Its own lines (term 0) are then included.
+        """
         lines = ((line.place, line.record.data, line) for line in self.lines)
         return in_force(lines, without_place=alone)
 
     def read(self, now_s: float, *, alone: bool) -> ReplayedState:
-        """Replay the log and return the state from which a controller on this host starts.
+        """Replay the event log and return the state of the job with which a controller on this host starts.
 
-        Times in the state are on the clock of this host.
+        Args:
+            now_s: the reading of this host's clock. Times in the result are on this clock, and none is later.
+            alone: True for a controller that decides alone.
         """
         past = ReplayedState()
         for line in self.in_force(alone=alone):

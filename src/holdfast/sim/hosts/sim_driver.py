@@ -1,7 +1,7 @@
 """The driver of a state machine on a simulated host: a model of ``runtime/net/driver.py`` on a virtual clock.
 
-The records of an event are in the log before its commands are executed. If ``sync_s`` is set, the records are then also
-on the disk, and later events wait for the sync.
+The driver writes the event-log records of an event to the log before it executes the other commands of that event. If
+``sync_s`` is set, it also syncs the log to the disk before these commands, and later events wait for the sync.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ class SimDriver:
     """The driver of one state machine in a simulated process.
 
     Args:
-        name: name of the state machine in the labels of events.
-        execute: executes every command that is neither a record nor a timer.
+        name: name of the state machine in the labels of simulated events.
+        execute: called with every command that is neither a record nor a timer.
         fail: called when the process cannot continue because its disk is full.
+
+    Attributes:
+        journal: called with each event-log record.
+        sync_s: returns the duration of a sync in virtual seconds; None: the driver does not sync.
+        synced: called after each sync.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class SimDriver:
         self._take(None)
 
     def post(self, event: Message) -> None:
-        """Handle ``event`` after the events already posted."""
+        """Pass ``event`` to the state machine, after the events that were posted before."""
         self._take(event)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One simulated host: power, clock, disk, and the processes of the control plane on it."""
+"""One simulated host: its power, clock and disk, and its agent and controller processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ class SimHost:
     """One simulated host.
 
     Attributes:
-        slots: number of ranks that the host can hold.
-        life: number of power losses. Actions that were scheduled before a power loss never happen.
-        booting: an agent is about to start.
-        in_job: the run directory of the host contains the name of the job.
-        left: the agent of the host has ended permanently.
-        offset_s: reading of the host's clock at virtual time 0.
+        slots: number of ranks that the host can run.
+        life: number of power losses so far. An action that was scheduled before a power loss never happens.
+        booting: True if an agent is about to start.
+        in_job: True if the run directory of the host contains the name of the job.
+        left: True if the agent of the host has ended and no other will start.
+        offset_s: reading of the host's clock at virtual time 0, in seconds.
         rate: seconds on the host's clock per second of virtual time.
-        is_steady: no fault has delayed its timers or syncs, so what it knows of other hosts is recent.
+        paused_until_s: virtual time until which nothing runs on the host.
+        late_s: longest delay of the host's timers, in virtual seconds.
+        is_steady: True if no fault has delayed the host's timers or syncs. False: its data on other hosts may be old.
+        council: the election and the connections of the agent; None before its first start.
+        process: the newest controller process on the host; None if there was none.
     """
 
     def __init__(self, node_id: NodeId, slots: int, offset_s: float, rate: float) -> None:

@@ -30,7 +30,7 @@ WATCH_S = 0.05
 
 
 class LinkScene(DriverScene, Protocol):
-    """The interface of the simulated world that a link uses."""
+    """The interface of the simulated world that the connection of an agent to the controller uses."""
 
     network: Network
 
@@ -40,9 +40,10 @@ class LinkScene(DriverScene, Protocol):
 
 
 class SimLink:
-    """The link of one agent to the controller, with one connection at a time.
+    """The link of one agent to the controller. It has at most one connection at a time.
 
-    ``post`` is called with ControllerHere, ControllerGone and every message from the controller.
+    ``post`` is called with every message from the controller except heartbeats. It is also called with
+    ``ControllerHere`` after a new connection and with ``ControllerGone`` after its loss.
     """
 
     def __init__(self, scene: LinkScene, host: NodeId, post: Callable[[Message], None]) -> None:
@@ -55,14 +56,20 @@ class SimLink:
         self._ending = False
 
     def join_local(self) -> ControllerProcess | None:
-        """Connect to the controller that runs on this host, and return it. Return None if none runs."""
+        """Connect to the controller that runs on this host, and return its process. Return None if none runs."""
         process = self._scene.controller_on(self._host)
         if process is not None:
             self._join(process)
         return process
 
     def start(self, term: int, up: Callable[[int], None], *, alone: bool = False) -> None:
-        """Start the controller of ``term`` on this host and connect to it. ``up`` is then called with ``term``."""
+        """Start a controller on this host and connect to it.
+
+        Args:
+            term: the term of the new controller.
+            up: called with ``term`` after the connection.
+            alone: True if the new controller decides only for this host.
+        """
         attempt = self._replace()
         self.kill_local()
 
@@ -80,7 +87,10 @@ class SimLink:
         self._later(self._scene.jitter(*SPAWN_S), "controller started", spawned)
 
     def follow(self, lead: Lead) -> None:
-        """Connect to the controller of another host. ControllerHere or ControllerGone reports the result."""
+        """Connect to the controller of another host.
+
+        ``post`` then receives ``ControllerHere``, or ``ControllerGone`` if no connection succeeds in ``FOLLOW_S``.
+        """
         self.kill_local()
         self._dial(lead, self._replace(), self._scene.clock(self._host) + FOLLOW_S)
 
@@ -97,7 +107,7 @@ class SimLink:
             process.die()
 
     def end(self) -> None:
-        """Close the connection for good, because the agent has ended."""
+        """Close the connection and open no other, because the agent has ended."""
         self._ending = True
         self._replace()
 

@@ -1,13 +1,13 @@
-"""The committed steps of each rank with their losses, as a user of a simulated run sees them.
+"""The committed steps of each rank with their losses, as a user sees them in the output of a simulated run.
 
 Theory. The loss of a step is a function of the state before the step and of the gradients of all ranks. A repeated step
-therefore has the same loss as before, and every rank shows the losses of a run without faults. A process that was lost
-inside an update may not have shown that step, although the job has committed it. If the job was smaller for some steps,
-the ranks that it did not have have not shown these steps.
+therefore has the same loss as before, and every rank shows the losses of a run without faults. In two cases a rank does
+not show a committed step: its process was lost inside the update, or the job committed the step with fewer ranks,
+without this rank.
 
 Invariants:
 1. A rank commits step k only after this process, or earlier processes of the same rank, have shown every step before k.
-2. The loss of step k is the loss of a run without faults.
+2. The loss of step k is the loss of step k in a run without faults.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ class Trainer(Protocol):
 
 
 class Contribution(NamedTuple):
-    """The gradients of one rank in one step, represented by the number of updates that its parameters had then."""
+    """The gradients of one rank in one step.
+
+    ``applied``, the number of updates in the parameters of the rank at that time, stands in place of the values.
+    """
 
     rank: int
     applied: int | None
 
 
 class StepHistory:
-    """The committed steps of all ranks."""
+    """The committed steps that the ranks of a simulated job have shown."""
 
     def __init__(self) -> None:
         self._shown: dict[int, int] = {}  # rank -> steps shown without a gap
@@ -51,10 +54,16 @@ class StepHistory:
         self._fewest: dict[int, int] = {}  # step -> the smallest number of ranks that committed it
 
     def commits(self, worker: Trainer, step: int, loss: tuple[Contribution, ...], ranks: int) -> None:
-        """Record that a rank has committed ``step`` with ``loss`` in a job of ``ranks`` ranks.
+        """Record that a rank has committed ``step`` in a job of ``ranks`` ranks.
+
+        Args:
+            worker: the process of the rank.
+            step: the step.
+            loss: the gradients of all ranks that the update has used, in place of the loss.
+            ranks: number of ranks of the job in this step.
 
         Raises:
-            Violation: a user would see a missing step, or another loss than without faults.
+            Violation: a user would see a missing step, or another loss than in a run without faults.
         """
         self._fewest[step] = min(ranks, self._fewest.get(step, ranks))
         undisturbed = tuple(Contribution(rank, step) for rank in range(ranks))
@@ -77,7 +86,7 @@ class StepHistory:
         self._shown[worker.rank] = max(shown, step + 1)
 
     def requeued(self) -> None:
-        """Record that the job starts again in another run. Its processes have other ids."""
+        """Record that the job starts again in a new run. Its processes have other member ids than before."""
         self._next.clear()
 
     def begins(self, worker: Trainer) -> None:
@@ -85,10 +94,10 @@ class StepHistory:
         self._lives.setdefault(worker.rank, []).append(worker)
 
     def ends(self, step: int, ranks: int) -> None:
-        """Check at the end of training, at ``step``, that every rank has shown all steps.
+        """Check at the end of training, after ``step`` steps, that each of ``ranks`` ranks has shown all steps.
 
         Raises:
-            Violation: a step is missing.
+            Violation: a rank has not shown a step that it must have shown.
         """
         for rank in range(ranks):
             shown = self._shown.get(rank, 0)
@@ -98,9 +107,11 @@ class StepHistory:
                 raise Violation("no_gap_in_the_history", f"rank {rank} ends with {shown} of {step} steps")
 
     def _is_owed(self, worker: Trainer | None, step: int, rank: int = -1) -> bool:
-        """Return True if ``step`` may be committed although the rank never showed it.
+        """Return True if a rank need not have shown ``step``.
 
         This is the case if another process of the rank was lost in ``step``, or if a smaller job committed the step.
+
+        ``worker`` is the present process of the rank. At the end of training it is None, and ``rank`` is given.
         """
         rank = worker.rank if worker is not None else rank
         if rank >= self._fewest.get(step, rank + 1):
