@@ -75,7 +75,7 @@ MEMORY = "memory@"
 
 
 def memory_name(step: int) -> str:
-    """Return the name that a start order carries, in place of a directory, to load the states of ``step`` in memory."""
+    """Return the name that stands in a start order for the states of ``step`` in memory, instead of a directory."""
     return f"{MEMORY}{step}"
 
 
@@ -106,7 +106,7 @@ class SaveId(msgspec.Struct, frozen=True, order=True):
         run: id of the run.
         generation: the generation that saves.
         step: number of updates done before the save.
-        attempt: number of the attempt in one recovery; 0 or more.
+        attempt: number of the attempt to save this step.
         kind: ``periodic``, ``request``, ``exit``, ``final`` or ``last-gasp``.
     """
 
