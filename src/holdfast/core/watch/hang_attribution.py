@@ -130,8 +130,8 @@ def _state(one: RankEvidence, what: str) -> str:
 
 
 def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Return a verdict against ranks that left their loops at a step that other ranks are still in, or that is before
-    theirs.
+    """Return a verdict against ranks that left their loop at step s while others are in the block of step s or a later
+    one.
     """
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]

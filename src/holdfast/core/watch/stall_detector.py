@@ -42,7 +42,7 @@ WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, 
 IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
 SAMPLES_MAX = 64
 SAMPLES_MIN = 3  # committed steps of a process before its limit is learned
-# Time limit for all ranks to rebuild their connections, as a multiple of the floor: thousands of ranks may have to meet.
+# Time limit in floors for all ranks to rebuild their connections: thousands of ranks may have to meet.
 DUE_FLOORS = 80
 APART_MIN = 20  # changes of the page of a script without a session before its limit is learned
 PEAK_STEPS = 64  # steps in which the weight of a survived pause falls to one half
