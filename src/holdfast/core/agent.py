@@ -1,11 +1,10 @@
 """The agent of one node: its workers, and its connections to controller, launcher and command line.
 
 Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, and forwards
-messages. It also remembers three things, so that every other process can be replaced: the last message of each kind of
-each worker of the newest generation, the layouts of all ranks, and the messages that could not be delivered. A new
-controller gets all of them after the hello, and then a heartbeat that closes the list. When the controller is lost, the
-agent orders a new one. When the launcher is lost, the agent asks for a graceful exit, because no person watches the run
-then.
+messages. It also keeps three kinds of messages, so that every other process can be replaced: the last message of each
+kind of each worker of the newest generation, the layouts of all ranks, and the messages that could not be delivered. A
+new controller gets all of them after the agent's hello, and then a heartbeat. When the controller is lost, the agent
+orders a new one. When the launcher is lost, the agent asks for a graceful exit, because no person watches the run then.
 
 The shell is the code that drives this state machine: it starts and signals processes.
 
@@ -14,8 +13,8 @@ Invariants:
 2. A worker's last message of each kind reaches every controller. Requests and faults are kept until a controller has
    them.
 3. After EndRun the agent ends when its last worker has ended, never before.
-4. An agent that is asked to leave does leave, with or without a controller: at once if the job has not begun on its
-   node, otherwise within the deadline of the request. A stop is always carried out.
+4. An agent fulfils each request to leave, with or without a controller: at once if the job has not begun on its node,
+   otherwise within the deadline of the request. It always carries out a stop.
 """
 
 from __future__ import annotations
@@ -153,7 +152,8 @@ class Worker(msgspec.Struct, kw_only=True):
 
 
 class Agent:
-    """The state machine that decides for one node. The shell executes ``Send(to="shell")`` and reports the results.
+    """The state machine that handles the events of one node. The shell executes ``Send(to="shell")`` and reports the
+    results.
 
     The shell reports an exit for every member that it is ordered to kill, also for a member that has no process yet.
     """
@@ -254,7 +254,7 @@ class Agent:
         return self._take()
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if a spare is a worker, too many messages are kept, or a worker outlives the agent."""
         assert not (self.ended and any(w.alive for w in self.workers.values())), "ended with a living worker"
         assert not any(is_spare(w) for w in self.workers), "a spare among the workers"
         assert len(self._pending) <= self.config.pending_max, "more is kept than allowed"
@@ -333,7 +333,7 @@ class Agent:
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
 
     def _leaving(self, now: float, event: DrainNode | Notice | NoticeOver | PrepareSeats) -> None:
-        """Handle a message about leaving nodes. Forward a notice now and to each later controller."""
+        """Handle a message about leaving nodes. Forward a notice to this controller and to each later one."""
         if isinstance(event, PrepareSeats):
             self.spares.prepare(event)
             return
@@ -349,7 +349,7 @@ class Agent:
             self._tell(event)
 
     def _ask_exit(self, now: float, request: ExitRun) -> None:
-        """Forward an exit request now and to each later controller: a controller that dies may not have read it."""
+        """Forward an exit request to this controller and to each later one: a controller may die before it reads it."""
         if self.ending is not None:
             return
         self._request, self._due_s = request, now + request.grace_s
@@ -513,7 +513,7 @@ class Agent:
             self.spares.top_up(newest, [w.rank for w in here])
 
     def _known(self, member_id: MemberId) -> Worker:
-        """Return the worker with this id. Add it if it is a process that an earlier agent has started."""
+        """Return the worker with this id. If it is unknown, add it: an earlier agent has started its process."""
         worker = self.workers.get(member_id)
         if worker is None:
             worker = self.workers[member_id] = Worker(member_id=member_id, generation=NO_GENERATION, rank=-1)

@@ -11,7 +11,7 @@ older log or none. A controller on that host would treat the job as a new one, a
 of the job. So a voter refuses a candidate whose log ends before the log of the voter.
 
 A host that was installed again has also lost its votes. Such a voter knows no electorate, and reports that with its
-vote: the vote is *blank*, and does not count. The voter that two majorities share has to remember its vote in both.
+vote: the vote is *blank*, and does not count. Two majorities share a voter, and this voter has to remember its votes.
 Only the founder asks for votes in the first term, so in that term every vote counts. A new leader sends the electorate
 to all agents. An agent that receives it cannot vote again in the leader's term: the leader already has the votes of a
 majority. The price: if no majority remembers its votes, no leader is elected, and the agents that are left save and end
@@ -19,7 +19,7 @@ majority. The price: if no majority remembers its votes, no leader is elected, a
 
 The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
 stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
-change begin. A change from one voter to two is committed when the one voter has stored it, because that voter is in
+change begin. A change from one voter to two is committed when the old voter has stored it, because the old voter is in
 each majority before and after. A new leader first issues the electorate again in its own term. A voter refuses a
 candidate with an older electorate. Any two successive majorities therefore share a voter.
 
@@ -28,8 +28,8 @@ created only once) the voter that first creates the name of the next change cont
 name taken and gives up. If the other voter is connected but has forgotten its votes, the witness is asked at once.
 
 Invariants:
-1. An answer or act of this state machine follows from state on the disk: ``PersistHardState`` precedes the ``Send``.
-2. (term, voted_for) of a voter changes within a term only from an empty ``voted_for`` to a candidate.
+1. The state behind an answer or act is on disk before the answer or act: ``PersistHardState`` precedes the ``Send``.
+2. Within a term, ``voted_for`` of a voter changes only from empty to the name of a candidate.
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
 5. At the time of a vote, the log of the voter is not newer than the log of the leader that it votes for.
@@ -81,14 +81,17 @@ Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
 class Votes(NamedTuple):
-    """The voters that have granted their vote to this agent in one term. Term 0: no vote can elect it."""
+    """The voters that have granted their vote to this agent in ``term``. Term 0: it has not asked for votes."""
 
     term: int = 0
     voters: frozenset[NodeId] = frozenset()
 
 
 class Asked(NamedTuple):
-    """The number of the last change that was claimed at the witness. ``is_last``: there is no time to claim again."""
+    """The number of the last change of the electorate that this agent has claimed at the witness.
+
+    ``is_last``: there is no time to claim again.
+    """
 
     number: int = 0
     is_last: bool = False
@@ -121,7 +124,7 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Election:
-    """The state machine of the election on one agent. Messages to other agents are ``Send(to="node:<id>")``."""
+    """The state machine of one agent's part in elections. Messages to other agents are ``Send(to="node:<id>")``."""
 
     def __init__(self, config: ElectionConfig, kept: HardState) -> None:
         self.config = config
@@ -190,9 +193,7 @@ class Election:
                 return
 
     def check(self) -> None:
-        """Raise AssertionError if a candidate or leader lacks its own vote or seat, or leads in another term than it
-        voted in.
-        """
+        """Raise AssertionError if a candidate or leader lacks its own vote or its seat, or a leader's terms differ."""
         electorate = self.kept.electorate
         if self.role in ("candidate", "leader"):
             assert self.kept.voted_for == self.me, f"{self.role} without its own vote"
@@ -224,7 +225,7 @@ class Election:
     # ---------------------------------------------------------------- campaign
 
     def _search(self, *, was_leader: bool) -> None:
-        """Campaign at once or wait for the turn to campaign, because this agent knows no leader."""
+        """Campaign at once, or wait for this agent's turn to campaign, because it knows no leader."""
         gone = "" if self.lead is None or was_leader else self.lead.leader
         if self.lead is not None and not was_leader:
             self._doubted = self.lead
@@ -292,9 +293,9 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
 
     def _stands(self) -> bool:
-        """Return True if votes in the present term elect this agent.
+        """Return True if votes in the present term can elect this agent.
 
-        Slow votes may arrive while it already tries the next term.
+        Slow votes may arrive while this agent already tries the next term.
         """
         return self.role in ("candidate", "trying") and self._granted.term == self.kept.term
 

@@ -1,8 +1,8 @@
 """Identifiers of processes, generations and saves.
 
 Theory. Three kinds of number must never be mixed. A *member id* names one life of a process and is never reused. A
-*rank* is a position inside one generation. A *generation* is one membership of the job. They are separate types here,
-and only ``core/job/membership.py`` relates them.
+*rank* is a position inside one generation. A *generation* is one membership of the job. A member id and a generation
+have types of their own, and only ``core/job/membership.py`` relates member ids and ranks.
 
 Invariants:
 1. Generations are totally ordered by (term, n). A receiver refuses a message of a generation lower than its own.
@@ -31,9 +31,7 @@ RUN_ID_PATTERN = rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{RUN_ID_LENGTH_MAX - 1}}}"
 
 
 def is_run_id(name: str) -> bool:
-    """Return True if ``name`` is allowed as the name of a run or a job: it becomes a part of paths and checkpoint
-    names.
-    """
+    """Return True if ``name`` can name a run or a job. The name becomes a part of paths and checkpoint names."""
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
@@ -75,7 +73,7 @@ MEMORY = "memory@"
 
 
 def memory_name(step: int) -> str:
-    """Return the name that stands in a start order for the states of ``step`` in memory, instead of a directory."""
+    """Return the name that a start order carries, in place of a directory, for the states of ``step`` in memory."""
     return f"{MEMORY}{step}"
 
 

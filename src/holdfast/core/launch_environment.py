@@ -6,7 +6,7 @@ train another job than the user has started. Two kinds of claims may differ from
 manager (mpirun, srun) that started one launcher per node, and the claim of a manager that started a single task. A
 process without a claim is alone.
 
-Slurm sets its variables also for batch scripts and interactive shells. Only a step of several tasks is a claim.
+Slurm sets its variables also for batch scripts and interactive shells. Only a job step of several tasks is a claim.
 """
 
 from __future__ import annotations
@@ -339,10 +339,9 @@ def _refuse_partial(claim: LaunchClaim) -> None:
 
 
 def _surrounds(outer: LaunchClaim, inner: LaunchClaim) -> bool:
-    """Return True if ``outer`` is a process manager that may have started the launcher of ``inner``, once or once per
-    node.
+    """Return True if ``outer`` is a process manager that may have started the launcher of ``inner``.
 
-    If so, their numbers may differ.
+    The manager starts that launcher once per node, or only once. Then the numbers of the two claims may differ.
     """
     if not outer.launcher.manager or inner.launcher.manager:
         return False

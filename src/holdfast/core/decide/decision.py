@@ -1,13 +1,13 @@
 """The decision rule: the step at which the job continues, given the state and step of each rank of the old generation.
 
 Theory. An update is applied only after every rank has voted for it. So if any rank shows UPDATING(s) or later, every
-rank has complete gradients for s, and the ranks in doubt can make the update. If no rank does, no rank has changed a
-parameter, and all can discard s. The one step that all survivors can reach is therefore the maximum over the steps that
-the reports prove.
+rank has complete gradients for s, and the ranks in doubt can make the update. If no rank shows that, no rank has
+changed a parameter, and all can discard s. The one step that all survivors can reach is therefore the maximum over the
+steps that the reports prove.
 
 Invariants:
-1. The decided step is never below a step that a report proves to be committed, nor above one that some rank entered
-   UPDATING for.
+1. The decided step is never below a step that a report proves to be committed. It is never above the step after the
+   newest update that some rank has begun.
 2. Only living ranks that are at the decided step, or can be brought to it, are sources.
 """
 
@@ -50,7 +50,7 @@ class RankReport(NamedTuple):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The step at which the job continues, and the ranks that can serve its state (``sources``).
 
-    ``step`` is None when no rank has a session.
+    ``step`` is None if no rank has opened a session.
     """
 
     step: int | None
@@ -81,8 +81,8 @@ def decide(reports: Sequence[RankReport], sealed_step: int = -1) -> Decision:
     """Decide the step at which the job continues.
 
     Args:
-        reports: one per rank of the old generation, those of dead ranks from their pages; ranks without a page are left
-            out.
+        reports: one per rank of the old generation; for a dead rank from its status page. Dead ranks without a page are
+            missing.
         sealed_step: newest step whose checkpoint the generation of these ranks has sealed, -1 for none.
 
     Returns:

@@ -1,14 +1,13 @@
 """The ladder: the ordered list of answers to a fault. Each answer is a rung.
 
 Theory. A rung knows nothing of the other rungs. ``consider`` is a pure function that returns a verdict, or one line
-with the reason for a refusal. The ladder is an order of rungs, and for some causes of a fault the first rung to try.
-The first rung that returns a verdict is taken. The refusals of the rungs before it are logged with the verdict. Every
-ladder
-includes the last resorts, for any configuration: a job is never left without an answer.
+with the reason for a refusal. The ladder is an order of rungs. For some causes of a fault it also has the first rung to
+try. The first rung that returns a verdict is taken. The refusals of the rungs before it are logged with the verdict.
+Every ladder includes the last resorts, for any configuration: a job is never left without an answer.
 
 Invariants:
 1. Rungs are tried in order, each at most once. The refusals before the chosen rung are reported.
-2. Several faults at once start at the highest of their first rungs.
+2. Several faults at once may have several first rungs. The ladder then starts at the last of these rungs in its order.
 3. Every ladder has all last resorts: those that were not named are at its end, in their order.
 """
 
@@ -39,7 +38,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def savable(self) -> bool:
-        """True if a last-gasp checkpoint of the step of the job can be complete."""
+        """True if a last-gasp checkpoint of the present step of the job can be complete."""
         return self.situation.session and bool(self.step) and not self.situation.uncovered
 
     @property
@@ -54,7 +53,7 @@ class Case(msgspec.Struct, frozen=True):
         return (f"not in place: {reason}",) if reason else ()
 
     def unsavable(self) -> str:
-        """Return why a last-gasp checkpoint cannot be complete."""
+        """Return why a last-gasp checkpoint cannot be complete; empty: it can be."""
         if not self.situation.session or not self.step:
             return "nothing was committed yet"
         return self.situation.uncovered
@@ -100,7 +99,7 @@ class Retry(Rung, frozen=True):
     does = "the same step again in the same processes, with fresh connections"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if all ranks are alive and sound, and the step was not retried too often."""
+        """Return a verdict if all ranks live and are at the step of the job, and the step was not retried too often."""
         situation = case.situation
         if not situation.session:
             return "the script has no session"
@@ -197,9 +196,7 @@ class ReplaceFromMemory(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if the memory tier (``--memory-every``) has states from which the lost ranks can be
-        replaced.
-        """
+        """Return a verdict if states in memory (``--memory-every``) allow the replacement of the lost ranks."""
         back, step = case.situation.memory_here, case.step
         if case.situation.all_alive:
             return "no rank is lost"

@@ -2,9 +2,9 @@
 
 Theory. ``PHASES`` gives the next phase for a phase and an event. ``RULES`` has one row per phase: the order that a
 member receives in this phase, and everything else that depends on the phase. A *source* is a rank that holds the state
-of the decided step and saves it or gives it to replacements. A new rule is a new column. The content of an order comes
-from the plan of the recovery (``core/job/recovery_plan.py``). ``docs/protocol.md`` shows both tables, and a test
-compares them.
+of the decided step and saves it or gives it to replacements. The content of an order comes from the plan of the
+recovery (``core/job/recovery_plan.py``). To add a rule, add a column to ``RULES``. ``docs/protocol.md`` shows both
+tables, and a test compares them.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class PhaseRules(NamedTuple):
         waits: names of the time limits (``core/job/wait_bounds.py``) that run in this phase.
         then: the next action of the sources once they are at the step (``Settle.then``); empty: there are no sources.
         compares: the sources first send digests. The state is not saved or given before the digests are equal.
-        in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and no process
-            may be stopped.
+        in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and a stopped
+            process (state T) is killed.
         trains: the ranks compute, or are about to. The run can end, and stalls are judged.
     """
 

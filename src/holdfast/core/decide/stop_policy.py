@@ -220,9 +220,9 @@ def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int
 
 
 def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Return the steps at which the same exception caused each of the last recoveries, at most ``STEPS_APART`` apart.
+    """Return the steps at which the same exception caused the last recoveries, if it caused ``SAME_IN_A_ROW`` of them.
 
-    Return an empty list if the exception caused fewer than ``SAME_IN_A_ROW`` recoveries in a row.
+    Return an empty list if it caused fewer in a row, or at steps that are more than ``STEPS_APART`` apart.
     """
     steps, told = [failure.step], {failure.occurrence}
     for answered in reversed(history):

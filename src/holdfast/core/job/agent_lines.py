@@ -61,7 +61,7 @@ class AgentLines(Generic[Line]):
         return True
 
     def node_of(self, line: Line) -> NodeId | None:
-        """Return the node that has ``line`` as its newest connection; None: no node has."""
+        """Return the node whose newest connection is ``line``; None: there is no such node."""
         return self._nodes.get(line)
 
     def line_of(self, node_id: NodeId) -> Line | None:

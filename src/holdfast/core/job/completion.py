@@ -1,11 +1,12 @@
-"""A fast test whether all members have done an act, run after each event of a job of thousands of ranks.
+"""A fast test whether a condition holds for all members, run after each event of a job of thousands of ranks.
 
 Theory. Answers arrive in about the order in which orders were sent. A test that starts at the first rank each time
 costs the square of the number of ranks. This test starts at the member that was missing the last time.
 
 Invariants:
 1. The answer is always equal to that of Python's ``all``.
-2. While no member takes back what it has done, all tests together pass over each member at most twice.
+2. While the condition stays true for each member once it is true, all tests together pass over each member at most
+   twice.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class SessionOpenings:
         self.complete = complete
 
     def check(self, members: Sequence[Member], world_size: int) -> bool:
-        """Return True if all sessions are open, at the first such call since the start; otherwise False."""
+        """Return True once per start: at the first call that finds all sessions open."""
         if self.complete or len(members) < world_size:
             return False
         self.complete = self._open.all(members, lambda m: m.opened_step is not None)

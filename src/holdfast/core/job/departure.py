@@ -1,4 +1,4 @@
-"""Nodes that will leave while other nodes of the job stay: by a notice, or because their launcher was asked or is lost.
+"""Nodes that will leave while other nodes of the job stay: by a notice, or because their launcher must end or has died.
 
 Theory. ``core/job/leaving.py`` decides what is done about a node, each time the facts may have changed. A move of ranks
 has three parts. First, new processes for the ranks are built on other nodes while the old ones train. Second, all ranks
@@ -16,7 +16,7 @@ one node signals one launcher. Only the other launchers show which of the two ca
 
 Invariants:
 1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless it is withdrawn.
-2. A node departs only while the other nodes are a majority and hold the job and its state.
+2. A node departs only while the other nodes are a majority, have room for the job and hold its state.
 3. Nodes depart one after the other: each loses its vote before the next one departs.
 4. Without a majority of the voters no node departs, and no notice becomes the exit of the whole job.
 5. While a notice only waits, ranks are placed as if it did not exist.
@@ -343,9 +343,7 @@ class Departures:
         return (not voters or staying * 2 > len(voters)) and self._state_stays()
 
     def _state_stays(self) -> bool:
-        """Return True if the staying ranks hold the whole state, or nodes keep the states of the leaving ranks in
-        memory.
-        """
+        """Return True if the staying ranks hold the whole state, or staying nodes keep the leaving ranks' states."""
         job = self.job
         leaving = {m.rank for m in job.roster.members if m.node_id in job.leaving}
         if not job.session or not leaving:
@@ -389,7 +387,10 @@ class Departures:
             self._swap(now, node_id, source)
 
     def _prepare(self, now: float, move: Move) -> None:
-        """Order the processes that will take the ranks of the node. Repeat the order only if their places change."""
+        """Order other nodes to build the processes that will take the ranks of the leaving node.
+
+        The orders are repeated only if the places of the ranks change.
+        """
         job = self.job
         members = job.roster.on_node(move.node_id)
         places = job.places(members)
@@ -427,7 +428,7 @@ class Departures:
         return move.holds or now >= move.hold_until_s
 
     def _swap(self, now: float, node_id: NodeId, source: str) -> None:
-        """Kill the ranks of the node. The recovery then puts the prepared processes into their seats."""
+        """Kill the ranks of the leaving node. The recovery then puts the prepared processes into their seats."""
         job = self.job
         what = f"moves, {node_id} {'is left out' if source == FAILED else 'leaves the job'} ({source})"
         faults = []

@@ -1,7 +1,7 @@
 """Failed devices: errors of devices as distinct from errors of the script, and the slots that are left out.
 
-Theory. The most common fault of a large job is one broken device on a living host: each process on it raises the same
-error again. Type and text of an error show one of three causes: the script, certainly the device (ECC, a lost GPU), or
+Theory. The most common fault of a large job is one broken device on a living host: each process that uses it raises the
+same error. Type and text of an error show one of three causes: the script, certainly the device (ECC, a lost GPU), or
 either of them (an illegal access may come from a kernel's bug or from bad memory). A device is identified by its slot:
 a node and a local rank. A move of the rank decides the third case. An error that follows the rank to another slot is
 the script's. An error that stays with the slot is the device's.
@@ -104,7 +104,7 @@ class FailedDevices:
         return True
 
     def is_of_script(self, failure: DeviceFailure) -> bool:
-        """Return True if an uncertain failure has the script as its cause: it also occurred on another slot at that
+        """Return True if the script caused an uncertain failure: the same failure occurred on another slot at that
         step.
         """
         return not failure.certain and any(

@@ -68,8 +68,9 @@ def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
 
 
 def failing_until(times_s: Sequence[float], faults_max: int, window_s: float) -> float:
-    """Return the time in seconds until which a node with faults at the ascending ``times_s`` is failing; 0: it never
-    was.
+    """Return the time until which a node with faults at ``times_s`` is failing; 0: it never was failing.
+
+    All times are in seconds; ``times_s`` is in ascending order.
 
     Example:
         >>> failing_until([10.0, 20.0, 30.0], faults_max=3, window_s=60.0)
@@ -86,7 +87,7 @@ def leave_out(
     failing: Sequence[NodeId],
     room: Callable[[Sequence[tuple[NodeId, int]]], int],
 ) -> list[tuple[NodeId, int]]:
-    """Return the nodes that may have ranks: ``up`` without the failing nodes that the job can spare.
+    """Return the nodes that may have ranks: ``up`` without the failing nodes that the job does not need.
 
     Args:
         up: all nodes that are in contact with the controller, with the number of their usable slots.
@@ -143,7 +144,7 @@ class FailedNodes:
         return tuple(sorted(self._counts, key=lambda node_id: (-self._counts[node_id], node_id)))
 
     def note(self, now: float, fault: NodeFault) -> bool:
-        """Add a fault. Return False if the fault is known already, or no fault counts in this job."""
+        """Add a fault. Return False if the fault is known already, or ``faults_max`` is 0 (no fault counts)."""
         if fault.occurrence in self._faults.get(fault.node_id, {}) or not self.faults_max:
             return False
         shared = self._add(fault)

@@ -122,11 +122,11 @@ class Fault(msgspec.Struct, kw_only=True):
 def death_of(
     now: float, member: Member, exited: MemberExited, how: str, generation: Generation
 ) -> Failure | None:
-    """Return the failure that identifies a death: its signal or exit code, and its place.
+    """Return the failure that identifies a death: its signal or exit code, and the phase in which the process died.
 
-    Returns: None if the death was ordered, or if its place is not known.
+    Returns: None if the death was ordered, or if its phase is not known.
 
-    Signals that are also sent from outside (SIGKILL, SIGTERM, ...) may hit one place twice by chance. So such a death
+    Signals that are also sent from outside (SIGKILL, SIGTERM, ...) may hit one phase twice by chance. So such a death
     may repeat more often before it counts as the script's, unless the kernel killed the process for lack of memory.
     """
     place = exited.detail

@@ -218,7 +218,7 @@ class Job:
         self.timer(f"failing:{member.member_id}", self.config.failing_s)
 
     def time_out(self, member: Member, reason: str, *, hung_at_s: float = 0.0) -> None:
-        """Kill a member that has not answered in time. Its agent first records the position of the process.
+        """Kill a member that has not answered in time. Its agent first collects evidence about the process.
 
         ``hung_at_s``: time since which the process hangs, on the controller's clock; 0: it does not hang.
         """
@@ -266,7 +266,7 @@ class Job:
             member: the member.
             reason: why, for the log and the report.
             grace_s: seconds between SIGTERM and SIGKILL; 0: no SIGTERM.
-            silent: the agent first records the position of the process, for the report.
+            silent: the member has not answered in time, so the agent first collects evidence about the process.
             excused: the fault of another member is the cause.
             hung_at_s: time since which the process hangs; 0: it does not hang.
             hung_in: position of the hang if code of the process itself is the reason.
@@ -335,7 +335,7 @@ class Job:
     def settle_s(self) -> float:
         """Time limit in seconds for the answers to a fence.
 
-        A rank answers after its update, which is shorter than a step.
+        A rank in its update answers only after it, and an update takes less than a step.
         """
         step_s = max((s for node, s in self.step_s.items() if node in self.roster.nodes), default=0.0)
         return max(self.config.quiesce_s, STEPS_TO_SETTLE * step_s)
@@ -360,8 +360,8 @@ class Job:
         return sum(slots for _, slots in self._up()) >= self.room()
 
     def room(self) -> int:
-        """Return the number of ranks to start now: all, or fewer if fewer are allowed and the living nodes cannot hold
-        all.
+        """Return the number of ranks to start now: all, or fewer if the living nodes cannot hold all and fewer are
+        allowed.
 
         The number of nodes used divides the full number of nodes. Each rank then computes a step in a whole number of
         parts, and the batches of a step and their number do not change.
@@ -411,8 +411,7 @@ class Job:
         """Return, by rank, a node and a local rank for the newcomer of each dead member.
 
         The choices, in this order: the slot of the dead member if its device is trusted; the first free slot with a
-        trusted device; the slot of the dead member if it can be used. A rank for which no choice is possible is
-        missing.
+        trusted device; the slot of the dead member if it can be used. Ranks without a possible choice are missing.
         """
         up = [node for node, _ in self._up()]
         trusted = {node: self.failed.devices.trusted(node, self.slots[node]) for node in up}

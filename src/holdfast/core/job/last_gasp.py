@@ -1,5 +1,4 @@
-"""The last-gasp checkpoint of one recovery: the ranks that write it, its result, and the ranks that have failed to
-write.
+"""The last-gasp checkpoint of one recovery: the ranks that write it, its result, and the ranks that failed to write.
 
 Theory. Every source (a survivor that holds part of the state) writes its share of one plan. The source that finds all
 shares on disk seals the checkpoint. A source that could not write is left out of the next attempt. Boxes that only this

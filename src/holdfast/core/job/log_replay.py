@@ -4,11 +4,11 @@ Theory. A new controller learns the present from the agents' reports. The facts 
 which is written before each command is sent: the newest generation and member id ever issued, the seated members, the
 number of faults, the decided step.
 
-With several nodes each line of a controller has a place (term, number). A deposed controller may have written lines
-that no other node has. The first line of a controller names the last line that its node had at that time (``AFTER``). A
-line of an earlier term after that last line is void: another controller has decided without it, and the commands of the
-line may never have been carried out. The lines of a controller that was alone have no place. They are void for every
-leader.
+With several nodes each line of a controller has a *place*: the pair (term, number). A deposed controller may have
+written lines that no other node has. The first line of a controller names the last line that its node had at that time
+(``AFTER``). A line of an earlier term after that last line is void: another controller has decided without it, and the
+commands of the line may never have been carried out. The lines of a controller that was alone have no place. They are
+void for every leader.
 
 Invariants:
 1. ``ReplayedState.read`` of no records is the past of a new run.
@@ -225,7 +225,7 @@ def _verdict(past: ReplayedState, data: Data) -> Changes:
 
 
 def _decided(past: ReplayedState, data: Data) -> Changes:
-    """Return the changes by a decision that may not have been carried out yet."""
+    """Return the changes of the state by a decision, even if the decision has not been carried out yet."""
     if data["action"] in STOP_CODE:
         action, reason = cast(Action, data["action"]), str(data["reason"])
         evidence = tuple(_list(data, "evidence"))

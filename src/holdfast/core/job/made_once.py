@@ -23,7 +23,7 @@ NAMES_MAX = 100  # names per rank
 
 
 class MadeOnce:
-    """The values of all ranks, by rank and name."""
+    """The values that ranks keep under names (``holdfast.once``), by rank and name."""
 
     def __init__(self, job: Job, past: ReplayedState) -> None:
         self._job = job

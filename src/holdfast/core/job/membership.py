@@ -234,7 +234,7 @@ class Roster:
     def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
         """Keep the layout that a rank has published. Return all layouts if it completes a version; otherwise None.
 
-        All layouts are also returned if the rank sends the same layout again: the answer may have been lost with its
+        If the rank sends the same layout again, all layouts are also returned: the answer may have been lost with its
             agent.
         """
         before = self.layouts.get(layout.rank)

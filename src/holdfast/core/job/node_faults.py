@@ -66,8 +66,9 @@ def _count(now: float, job: Job, fault: NodeFault) -> None:
 
 
 def announce(now: float, job: Job) -> None:
-    """Record each failing node that is now left out or kept, and each node that is used again because its faults are
-    old.
+    """Record each failing node that is now left out or kept, and each node that is used again.
+
+    A node is used again when its last fault is older than the window.
     """
     nodes = job.failed.nodes
     nodes.look(now)

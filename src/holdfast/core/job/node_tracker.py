@@ -1,6 +1,6 @@
 """Nodes and processes of the job: which process ran on which node, which came back and which are lost.
 
-Theory. An agent is trusted about the processes of its node. When an agent joins, its hello lists the living processes.
+Theory. An agent's reports about the processes of its node count as facts. Its hello lists the living processes.
 Next it repeats the last messages of each worker (exits, layouts and others). Then its heartbeats begin. So the first
 heartbeat after a hello closes the list. A member that is not in the list and was not reported dead is lost, and has
 left no status page. A controller of a later term seats the members of the event log and waits for these lists
@@ -8,7 +8,7 @@ left no status page. A controller of a later term seats the members of the event
 
 Invariants:
 1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or as unkillable.
-2. A process that is not seated is ordered to leave, for any report that it sends.
+2. A process that is not a member is ordered to leave, whatever it reports.
 3. If an agent returns within the adoption limit with all its members, no fault is counted.
 """
 
@@ -121,7 +121,7 @@ class NodeTracker:
         self._launch_waiting(now)
 
     def _roll(self) -> None:
-        """Send the agents the list of present nodes, which the electorate (the voters) follows, one change at a time.
+        """Send the agents the list of present nodes, from which the leader changes the electorate, one voter at a time.
 
         Nothing is sent until every voter has joined or its time to join is over. A list sent earlier would lack voters
         that are alive but have not joined yet, and these would lose their vote.
@@ -143,7 +143,7 @@ class NodeTracker:
     def _launch_waiting(self, now: float) -> None:
         """Start ranks that wait for nodes, if there is room now.
 
-        A node that was only silent for a while sends no second hello.
+        Each heartbeat calls this, because a node that was only silent for a while sends no second hello.
         """
         if self.recovery.phase == "waiting" and self.job.fits:
             self.recovery.launch(now)
@@ -235,9 +235,7 @@ class NodeTracker:
         return True
 
     def _adopt(self, now: float) -> None:
-        """Leave the workers undisturbed if no member was lost while the controller was replaced; otherwise start a
-        recovery.
-        """
+        """Leave the workers undisturbed. If a member was lost while the controller was replaced, start a recovery."""
         job, roster = self.job, self.job.roster
         self.adopting = False
         dead = [m for m in roster.members if not m.alive]

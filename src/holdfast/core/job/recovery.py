@@ -1,4 +1,4 @@
-"""The state machine of a recovery: from the first sign of a fault to a committed step at full size.
+"""The state machine of a recovery: from the first sign of a fault to a committed step of all ranks.
 
 Theory. A recovery is in one phase (``core/decide/recovery_phases.py``). The phase determines the order that each
 member receives and the condition that ends the phase. The decision is kept as one value, the plan. Users see six phases
@@ -12,11 +12,11 @@ Terms. A *source* is a rank that holds the state of the decided step and saves i
 *leaves* when its process ends on the controller's order.
 
 Invariants:
-1. A decision is made only when each rank of the old generation has reported to the newest fence or is
-   confirmed dead, and only while a majority of the voters is heard.
+1. A decision is made only when each rank of the old generation has reported to the newest fence or is confirmed dead,
+   and only while a majority of the voters is heard.
 2. There is one decision per generation, and it is recorded before any order is sent.
-3. The step of the job is never below a step that a living rank has committed, nor above a step that a rank entered
-   UPDATING for.
+3. The step of the job is never below a step that a living rank has committed. It is never above the step after the
+   newest update that some rank has begun.
 4. Only ranks that are at the decided step, or can be brought there, are sources of a save.
 5. New members start only when every old member is gone, or as replacements of dead members beside the survivors.
 6. A newcomer is a full member from ``SessionOpened`` on, when it holds its state. A fault before that removes the
@@ -106,9 +106,7 @@ class Recovery:
 
     @property
     def ends(self) -> bool:
-        """True while the run ends by the plan: its last checkpoint is compared or written, or all ranks leave after
-        that.
-        """
+        """True while the last checkpoint of the run is compared or written, or all ranks leave after it."""
         ends = self.plan is not None and self.plan.end(library=self.job.config.library) is not None
         return ends and self.phase in ("comparing", "saving", "ending")
 
@@ -157,7 +155,7 @@ class Recovery:
         self.job.timer("grace", self.job.config.fault_grace_s)
 
     def fault(self, now: float, fault: Fault, *more: Fault) -> None:
-        """Handle a certain fault, and the faults in ``more`` together with it.
+        """Handle a fault that is certain, not only suspected, and the faults in ``more`` together with it.
 
         Before the decision the fault becomes part of the current fence. After the decision it causes a new fence. A
         newcomer that dies before it has joined causes no fence if another newcomer can take its seat.
@@ -185,7 +183,7 @@ class Recovery:
     def opened(self, now: float) -> None:
         """Handle the opening of a session.
 
-        When all are open, their steps show the step to which the job was restored.
+        When all sessions are open, the smallest of their steps is the step to which the job was restored.
         """
         job = self.job
         members = job.roster.members

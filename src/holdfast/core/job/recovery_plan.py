@@ -41,8 +41,7 @@ class RecoveryPlan(msgspec.Struct, frozen=True):
         return memory_name(self.verdict.memory_step) if from_memory else ""
 
     def end(self, *, library: bool) -> tuple[Exit, str] | None:
-        """Return exit code and reason if the run ends with this plan; None: all ranks start again or lost ranks are
-        replaced.
+        """Return exit code and reason if this plan ends the run; None: ranks start again or are replaced.
 
         Args:
             library: the processes belong to another launcher, and only that launcher can start them.

@@ -47,7 +47,7 @@ class Replacement:
         self._former: dict[MemberId, int] = {}  # ranks of members that an earlier controller has replaced
 
     def why_not(self, decided: Decision) -> str:
-        """Return why the lost ranks cannot be replaced, for any holders of their boxes; empty: they can be replaced."""
+        """Return why the lost ranks cannot be replaced, wherever their boxes are held; empty: they can be replaced."""
         job = self.job
         living = job.roster.living
         if reason := self.barred(living):
@@ -159,8 +159,7 @@ class Replacement:
     def offered(self, member: Member, offer: StateOffered) -> bool:
         """Record the offer of a survivor to serve its state.
 
-        Return True if all sources have offered. The newcomers must then be sent the order to receive, even if they have
-        it.
+        Return True if all sources have offered. The newcomers must then be sent the order to receive, perhaps again.
         """
         self._offers[member.rank] = offer
         self._addresses = None

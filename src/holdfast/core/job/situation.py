@@ -135,7 +135,7 @@ class Survey:
     def _away(self, answers: Mapping[int, Settled]) -> list[int]:
         """Return the living ranks that have left their loop.
 
-        The answer of a rank that died does not bind its replacement.
+        An answer that a rank gave before it died is ignored, because its replacement may be inside the loop.
         """
         of = {answer.member_id for answer in answers.values() if answer.away}
         return [m.rank for m in self.job.roster.living if m.member_id in of]
@@ -199,9 +199,8 @@ def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
     """Return the failures that caused this recovery, without repetitions of the same failure on other ranks.
 
     These are the failures of dead ranks. If no rank died, all failures count. Two kinds do not count: exceptions that a
-    lost peer causes, and (if a rank died) members that left because of the fence. An error that the user has to fix
-    comes
-    first, even if a rank died: every start would raise it again.
+    lost peer causes, and (if a rank died) members that left because of the fence. An error that the user has to fix is
+    first in the result, even if a rank died: every start would raise it again.
     """
     found = [f for f in faults if "planned" not in f.passed]
     wrong = [f for f in found if f.failure and f.failure.user_error]

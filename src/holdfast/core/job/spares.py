@@ -179,8 +179,7 @@ class Spares:
         self._record("spare_building", member_id=int(member_id), rank=rank)
 
     def prepare(self, order: PrepareSeats) -> None:
-        """Build a spare for each rank that will move to this node, and report when all of these spares wait to be
-        called.
+        """Build a spare for each rank that will move to this node. Report when all of these spares wait to be called.
 
         Spares of an earlier order are killed if they are no longer needed.
         """

@@ -26,7 +26,7 @@ class Stalled(Message, frozen=True):
 
 
 class Late(Message, frozen=True):
-    """Report that a process has made too little progress before its first step, while the other ranks train."""
+    """Report that a process makes no progress for too long before its first step, while the other ranks train."""
 
     member_id: MemberId
     node_id: NodeId
@@ -82,8 +82,7 @@ class CollectiveSeen(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceSeen(msgspec.Struct, frozen=True, array_like=True):
-    """The progress of the devices of a rank in the collectives of one group. Each number counts collectives of that
-    group.
+    """The progress of the devices of a rank in the collectives of one group. Each number counts these collectives.
 
     Attributes:
         group: name of the group.
@@ -174,9 +173,7 @@ class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopiesDiffer(Message, frozen=True):
-    """Report of the digests of one rank's copies, sent because a vote found that copies of the state of ``step``
-    differ.
-    """
+    """Report of the digests of one rank's copies: a vote has found differing copies of the state of ``step``."""
 
     member_id: MemberId
     generation: Generation

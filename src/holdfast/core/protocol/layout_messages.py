@@ -21,8 +21,9 @@ from holdfast.errors import ProtocolError
 
 
 class Layout(NamedTuple):
-    """The encoded layout of one rank (``store.layouts.layout.RankLayout.encode``): its own part, and its table of
-    tensors.
+    """The encoded layout of one rank (see ``store.layouts.layout.RankLayout.encode``).
+
+    ``own``: the part that only this rank has. ``table``: its table of tensors, equal on ranks with the same tensors.
     """
 
     own: bytes

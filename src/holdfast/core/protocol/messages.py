@@ -217,7 +217,7 @@ class ExitAgreed(Message, frozen=True):
 class Finished(Message, frozen=True):
     """Report that the session of this rank is done: all steps are done, or all ranks agreed to exit.
 
-    It waits for Release.
+    The session then waits for Release.
     """
 
     member_id: MemberId
@@ -231,9 +231,7 @@ class Finished(Message, frozen=True):
 
 
 class Fence(Message, frozen=True):
-    """Order to leave the old generation: leave all collectives, stop at the step boundary, answer with
-    :class:`Settled`.
-    """
+    """Order to leave the old generation: leave all collectives, stop at the step boundary, answer with Settled."""
 
     member_id: MemberId
     generation: Generation  # the new generation
@@ -256,7 +254,7 @@ class SaveShare(msgspec.Struct, frozen=True):
 class Settle(Message, frozen=True):
     """The decision: the job continues at ``step``.
 
-    A rank that is in doubt about the step before ``step`` applies its update.
+    A rank that is in doubt about the update that leads to ``step`` makes this update.
     """
 
     member_id: MemberId
@@ -311,7 +309,7 @@ class Leave(Message, frozen=True):
 class Release(Message, frozen=True):
     """Message that every rank has finished, so the session may return.
 
-    It also lets a rank end whose user code raised.
+    It is also sent to a rank whose user code raised, and then allows the end of its process.
     """
 
     member_id: MemberId
@@ -340,7 +338,7 @@ class Catalogued(Message, frozen=True):
 
 
 class MemberSeen(msgspec.Struct, frozen=True):
-    """One living worker in the first message of an agent, which joins or rejoins."""
+    """One living worker, as the hello of its agent lists it."""
 
     member_id: MemberId
     generation: Generation

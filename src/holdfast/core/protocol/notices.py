@@ -43,7 +43,7 @@ class NoticeOver(Message, frozen=True):
 
 
 class DrainNode(Message, frozen=True):
-    """Request of ``holdfast drain`` to an agent: a notice about a node. The answer is an ``Ack``."""
+    """Request of ``holdfast drain`` to an agent to give or withdraw a notice about a node. The answer is an ``Ack``."""
 
     node_id: NodeId
     left_s: float = NO_DEADLINE

@@ -212,9 +212,7 @@ class PeerHere(Message, frozen=True):
 
 
 class WitnessReply(Message, frozen=True):
-    """Answer of the witness: the voters that it has recorded for change ``number``; empty: the witness cannot be
-    reached.
-    """
+    """Answer of the witness: the voters that it has recorded for change ``number``; empty: it cannot be reached."""
 
     number: int
     voters: tuple[NodeId, ...]
@@ -253,7 +251,7 @@ class StepDown(Command, frozen=True):
 class Claim(Command, frozen=True):
     """Command to propose ``voters`` to the witness for change ``number`` of the electorate.
 
-    It answers with WitnessReply.
+    The witness answers with WitnessReply.
     """
 
     number: int

@@ -40,8 +40,7 @@ class Activity:
 
     Args:
         node_id: the node.
-        stopped_s: seconds for which a process must be stopped before it is reported. A debugger stops a process
-            briefly.
+        stopped_s: seconds for which a process must be stopped before it is reported; a debugger's stop is shorter.
     """
 
     def __init__(self, node_id: NodeId, stopped_s: float) -> None:

@@ -130,8 +130,8 @@ def _state(one: RankEvidence, what: str) -> str:
 
 
 def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Return a verdict against ranks that left their loop at step s while others are in the block of step s or a later
-    one.
+    """Return a verdict against ranks that left their loop at a step whose block, or a later block, other ranks still
+    run.
     """
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
@@ -168,7 +168,7 @@ def _made(one: RankEvidence, group: str) -> int:
 
 
 def _by_collective(seen: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Return a verdict against ranks that run another collective than the majority under the same number."""
+    """Return a verdict against ranks whose collective differs from the majority's collective of the same number."""
     made: dict[tuple[str, int], dict[int, str]] = {}
     stuck = {(c.group, c.number) for e in seen for c in e.collectives if c.under_way and c.number}
     for one in seen:

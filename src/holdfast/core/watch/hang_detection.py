@@ -77,8 +77,8 @@ class Hangs:
     def _is_evident(self, event: Stalled) -> bool:
         """Return True if the stall is evidence of a hang.
 
-        Without a session, a working script looks like a hanging one, unless it is in a collective or its process is
-        stopped.
+        Without a session only two signs distinguish a hanging script from a working one: a collective, or a stopped
+            process.
         """
         return self.job.session or event.waiting or event.stopped
 
@@ -130,7 +130,7 @@ class Hangs:
             self._forget()
 
     def evidence(self, now: float, event: Evidence) -> None:
-        """Handle the evidence that one agent has collected. When all agents have answered, make the verdict."""
+        """Handle the evidence that one agent has collected. When all agents have answered, judge the hang."""
         if event.number == LAST_LOOK:
             self._note_last(event)
             return

@@ -304,9 +304,9 @@ class Progress:
         )
 
     def _parted(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers in a block that a rank which has left its loop will not enter, and that rank.
+        """Return the workers that wait for a rank which has left its loop, and that rank; empty: there is no such rank.
 
-        Such a step never ends, so these workers get no more time than a usual step takes.
+        Such a rank never enters the block of the others, so these workers get no more time than a usual step takes.
         """
         left = [w.last.step for w in self._watches.values() if w.last.left]
         if not left or not any(w.last.phase in IN_STEP and w.last.step >= min(left) for w in holding):

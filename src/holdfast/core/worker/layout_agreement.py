@@ -69,10 +69,10 @@ class LayoutAgreement:
         return LayoutAnnouncement(self.version if layout == self._under else NO_VERSION, layout)
 
     def inherit(self, version: LayoutVersion, layout: Layout) -> LayoutAnnouncement:
-        """Take over layout and version of the lost rank that this newcomer replaces. Return the announcement to
-        publish.
+        """Take over layout and version of the lost rank that this newcomer replaces.
 
-        ``version`` is NO_VERSION if the lost rank published this layout without a version.
+        Return the announcement to publish. ``version`` is NO_VERSION if the lost rank published this layout without
+        one.
         """
         self.version, self.layout = version, layout
         self._under = None if version == NO_VERSION else layout

@@ -1,9 +1,9 @@
 """The position of the user's script, and the state that a survivor can give or save at each position.
 
-Theory. When a rank is lost, each survivor gives its state to the replacement or saves it. Which state that is depends
-on the position of the survivor's script. Code after a block belongs to the step that the block committed. Code after a
-loop is run again from the state of the end of the loop. Code before a block is not a part of the state before that
-block. Three facts describe the script:
+Theory. When a rank is lost, each survivor gives its state to the replacement or saves it. The position of the
+survivor's script determines which state it can give. Code after a block belongs to the step that the block committed.
+Code after a loop is run again from the state of the end of the loop. Code before a block is not a part of the state
+before that block. Three facts describe the script:
 
 - its *position*: the code that runs now. ``TABLE`` has the transitions by events;
 - its *attendance*: whether the script is expected at the next step. ``ATTENDANCES`` has its transitions;
@@ -197,7 +197,7 @@ class PositionRules(NamedTuple):
         gives: the state that a survivor gives: the present one (``now``), or that of the last boundary between two
             steps (``boundary``).
         can_rewind: the loop can take the script back to an earlier step, if the loop allows it.
-        guarded: a replacement that has not joined must not run a collective here.
+        guarded: a replacement that has not joined must not run a collective at this position.
     """
 
     awaited: Awaited
@@ -352,7 +352,7 @@ class ScriptMachine:
 
     @property
     def story(self) -> tuple[str, ...]:
-        """The last events of the script in this rank, as text for reports, oldest first."""
+        """The last events of the script on this rank, as text for reports, oldest first."""
         return tuple(f"{event.value} -> {where.value}, {how.value}" for event, where, how in self._story)
 
     @property
@@ -369,7 +369,7 @@ class ScriptMachine:
     def by_framework(self) -> bool:
         """True if another library drives the loop over steps.
 
-        Such a library does its work between two steps itself, and sets a replacement to the right position.
+        Such a library does its own work between two steps, and brings a replacement to the right position in it.
         """
         return self._by_framework
 
@@ -400,7 +400,7 @@ class ScriptMachine:
 
     @property
     def repeats(self) -> bool:
-        """True if the script runs code before a block for the second time, because that block did not commit."""
+        """True if the script runs code before a block that it has already run before the same block."""
         return self._again and self._position is P.BEFORE_BLOCK
 
     @property
