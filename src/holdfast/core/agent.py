@@ -474,9 +474,7 @@ class Agent:
         self.spares.fit(order.world_size)
         if order.generation > self.generation:
             self.generation = order.generation
-            if (
-                not order.join
-            ):  # with ``join`` the last messages of lost ranks count until the job has resumed
+            if not order.join:  # with ``join``, messages of lost ranks count until the job has resumed
                 self.workers = {m: w for m, w in self.workers.items() if w.alive}
         fresh = tuple(a for a in order.members if a.member_id not in self._started)
         for seat in fresh:

@@ -1,8 +1,8 @@
 """The place of a process in its job (rank, world size, node), read from the environment variables of its launcher.
 
 Theory. Each launcher is a row of ``LAUNCHERS``: the names of its variables. A row whose variables are set is a *claim*
-about the place of the process. All claims of one process must agree: a process that followed the wrong one of two would
-train another job than the user has started. Two kinds of claims may differ from the others: the claim of a process
+about the place of the process. All claims of one process must agree: a process that followed a wrong claim would train
+another job than the user has started. Two kinds of claims may differ from the others: the claim of a process
 manager (mpirun, srun) that started one launcher per node, and the claim of a manager that started a single task. A
 process without a claim is alone.
 

@@ -373,7 +373,7 @@ CAUSES = ("crash", "device", "hang", "node", "network", "corruption", "other")
 
 
 class Ladder(msgspec.Struct, frozen=True):
-    """The configured ladder.
+    """The configured ladder: the order of its rungs, and the first rung to try for some causes.
 
     Attributes:
         order: names of the rungs, in the order of trial.

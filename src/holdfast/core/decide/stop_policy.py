@@ -78,9 +78,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     what: str
     digest: str
-    occurrence: int = (
-        0  # packed generation of the failure: a new controller may receive the same failure again
-    )
+    # Packed generation of the failure: a new controller may receive the same failure again.
+    occurrence: int = 0
     user_error: bool = False
     between: bool = False  # raised between two steps
     # Certainly caused by a device, or another device can be tried: no bug of the script.

@@ -44,7 +44,7 @@ class AwaitedAnswer(Protocol):
 class Awaited:
     """The part of :class:`~holdfast.core.job.recovery.Recovery` that knows which members it waits for.
 
-    ``job`` is shared with the recovery.
+    It shares the facts of the run (``job``) with the recovery.
     """
 
     def __init__(self, job: Job, recovery: AwaitedAnswer) -> None:
@@ -92,7 +92,7 @@ class Awaited:
     def _is_held_up(self, wait: str, member: Member) -> bool:
         """Return True if the member cannot be expected to act yet.
 
-        The member waits for others or for another of its tasks, or its node is suspected.
+        The member waits for others, or first has to finish another of its tasks, or its node is suspected.
         """
         recovery = self.recovery
         if self.job.liveness.is_suspected(member.node_id):

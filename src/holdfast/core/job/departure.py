@@ -100,7 +100,7 @@ class Move(msgspec.Struct, kw_only=True):
 class Departures:
     """The part of the controller that handles leaving nodes.
 
-    ``job`` is shared with the controller. ``now`` is in seconds on the controller's clock.
+    It shares the facts of the run (``job``) with the controller. ``now`` is in seconds on the controller's clock.
     """
 
     def __init__(self, job: Job, fleet: NodeTracker, recovery: Recovery, ending: Shutdown) -> None:
@@ -315,9 +315,7 @@ class Departures:
 
     def _is_prepared(self, now: float, node_id: NodeId) -> bool:
         if not self._is_smooth:
-            return (
-                True  # all ranks start again, or from the beginning: no process can be built for that before
-            )
+            return True  # all ranks start again: no process can be built for that before
         move = self._move
         if move is None or move.node_id != node_id:
             return False

@@ -36,7 +36,7 @@ class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault of a node. ``at_s`` is in seconds on the controller's clock.
 
     Attributes:
-        cause: kind of the fault of a rank, or ``LOST``.
+        cause: kind of the fault of a rank, or ``LOST`` if the node itself was lost.
         occurrence: the packed generation of the fault; for a lost node a negative number that no other fault has.
         digest, step: the identity of a death. If deaths on two nodes have the same identity, the script is their cause.
             Empty digest: the death has no identity.

@@ -212,7 +212,7 @@ class Job:
                 self.kill(member, reason, self.config.term_grace_s, excused=True)
 
     def let_go(self, member: Member) -> None:
-        """Order a member whose user code raised to end in a bounded time. No rank needs its state."""
+        """Order a member to end within ``failing_s`` seconds: its user code raised, and no rank needs its state."""
         member.may_end = True
         self.send(member, Release(member_id=member.member_id, generation=self.generation))
         self.timer(f"failing:{member.member_id}", self.config.failing_s)
@@ -321,8 +321,8 @@ class Job:
     def decides(self) -> bool:
         """True if this controller may end, restart, shrink or move the job.
 
-        The leader of a term needs a majority of the voters. A side without a majority may have elected another leader.
-        A controller that is alone decides about its node only.
+        The leader of a term needs a majority of the voters. Without it, the other agents may have elected another
+        leader. A controller that is alone decides about its own node only.
         """
         return bool(self.config.alone) or self.liveness.has_majority
 

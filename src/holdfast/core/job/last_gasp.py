@@ -26,7 +26,7 @@ Outcome = Literal["other", "writing", "sealed", "failed"]
 class LastGaspSave:
     """The part of :class:`~holdfast.core.job.recovery.Recovery` that orders the last-gasp checkpoint.
 
-    ``job`` is shared with the recovery.
+    It shares the facts of the run (``job``) with the recovery.
     """
 
     def __init__(self, job: Job) -> None:

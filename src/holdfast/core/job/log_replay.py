@@ -131,7 +131,7 @@ class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seated_members(self) -> dict[int, MemberId]:
-        """The newest member of each rank."""
+        """The id of the newest member of each rank, by rank."""
         return {seat.rank: seat.member_id for seat in (*self.seats, *self.newcomers)}
 
     def after(self, record: LogRecord, at_s: float | None = None) -> ReplayedState:

@@ -37,7 +37,10 @@ from holdfast.exit_codes import Exit
 
 
 class NodeTracker:
-    """The part of the controller that tracks agents and processes. ``job`` is shared with the controller."""
+    """The part of the controller that tracks agents and processes.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery, ending: Shutdown, past: ReplayedState) -> None:
         self.job = job
@@ -49,9 +52,7 @@ class NodeTracker:
         self.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone)
         self._rolled: tuple[NodeId, ...] = ()  # the list of nodes last sent to the agents
         self._may_roll = False
-        self._undecided_s: float | None = (
-            None  # time since which no majority is heard; None: a majority is heard
-        )
+        self._undecided_s: float | None = None  # start of the time without a majority; None: there is one
 
     def start(self) -> None:
         """Set the timers. In a later term, seat the members that had a seat in the last record of the event log."""
@@ -185,7 +186,7 @@ class NodeTracker:
     def node_lost(self, now: float, node_id: NodeId, reason: str) -> None:
         """Treat a node as lost, with all its members, if a majority of the agents is still connected.
 
-        Without a majority this controller decides nothing more.
+        Without a majority this controller stands down.
         """
         job = self.job
         job.slots.pop(node_id, None)
@@ -255,9 +256,7 @@ class NodeTracker:
             job.release(job.step)
             self.ending.exited()
         elif faults:
-            self.recovery.fault(
-                now, *faults
-            )  # in one call: if no member is alive, the first fault restarts all
+            self.recovery.fault(now, *faults)  # in one call: with no member alive the first restarts all
         elif fenced and not fencing:
             what = "the controller was replaced during a recovery"
             self.recovery.member_fault(now, roster.members[0], "controller", what)
@@ -268,9 +267,7 @@ class NodeTracker:
                 self.recovery.remind(member)
                 self.ending.remind(member)
         if not job.ended:
-            self.recovery.progress(
-                now
-            )  # a fault that was reported during the adoption waited for these lists
+            self.recovery.progress(now)  # a fault that was reported before has waited for these lists
 
     # ---------------------------------------------------------------- processes
 
@@ -417,9 +414,7 @@ class NodeTracker:
         elif kind in ("kill", "failing"):
             member = self.job.roster.get(MemberId(int(number)))
             if member is not None and member.alive and kind == "failing":
-                if self.job.liveness.is_suspected(
-                    member.node_id
-                ):  # the order may not have reached the member
+                if self.job.liveness.is_suspected(member.node_id):  # it may not have received the order
                     self.job.timer(name, self.job.config.failing_s)
                 else:
                     self.job.time_out(member, "did not exit after its exception")

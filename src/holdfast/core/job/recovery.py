@@ -71,7 +71,10 @@ DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
 
 
 class Recovery:
-    """The state machine inside the controller that handles faults. ``job`` is shared with the controller."""
+    """The state machine inside the controller that handles faults.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -313,9 +316,7 @@ class Recovery:
                     and not self.openings.complete
                     and member.rank not in self.reports
                 ):
-                    self.job.kill(
-                        member, "did not answer while starting"
-                    )  # without a session it cannot answer
+                    self.job.kill(member, "did not answer while starting")  # it cannot without a session
         else:
             self.awaited.tick(name)
 
@@ -370,7 +371,7 @@ class Recovery:
                 self._recovered(now)
 
     def _let_go(self) -> bool:
-        """Let members end whose user code raised an exception, unless only they hold a part of the state.
+        """Let the members end in which user code raised an exception, unless only they hold a part of the state.
 
         Returns: True if the recovery must wait until these members are gone.
         """

@@ -31,7 +31,10 @@ from holdfast.text import plural
 
 
 class Replacement:
-    """The part of :class:`~holdfast.core.job.recovery.Recovery` that starts newcomers. ``job`` is shared with it."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that starts newcomers.
+
+    It shares the facts of the run (``job``) with the recovery.
+    """
 
     def __init__(self, job: Job, bounds: Bounds) -> None:
         self.job = job

@@ -35,7 +35,10 @@ EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
 
 
 class Shutdown:
-    """The part of the controller that ends the run. ``job`` is shared with the controller."""
+    """The part of the controller that ends the run.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -153,10 +156,7 @@ class Shutdown:
 
     def is_expected(self, member: Member, exited: MemberExited) -> bool:
         """Return True if the exit of this process is no fault."""
-        job, over = (
-            self.job,
-            exited.detail == Phase.LEFT.name.lower(),
-        )  # over: the script of the member had ended
+        job, over = self.job, exited.detail == Phase.LEFT.name.lower()  # over: its script had ended
         if self.stopping is not None or (job.released and (over or not job.repeats)):
             return True
         done = member.finished is not None or not self.job.session

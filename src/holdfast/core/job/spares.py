@@ -1,8 +1,8 @@
-"""Spares: processes of one node that were built beforehand and become a rank when one is lost.
+"""Spares: processes of one node that were built beforehand, and become ranks when ranks are lost.
 
-Theory. A spare makes the start of a newcomer fast. Only the agent of its node knows it. To the controller a called
-spare is an ordinary newcomer that starts very fast. Before the call a spare belongs to no generation. Its member id is
-below zero: no other process has it, and no message to the controller names it.
+Theory. A spare makes the start of a newcomer fast. Only the agent of its node knows the spare. To the controller, a
+spare that was called is an ordinary newcomer that starts fast. Before the call a spare belongs to no generation. Its
+member id is below zero: no other process has it, and no message to the controller names it.
 
 A script may ask for its rank before it opens its session. With fewer spares than workers a spare must fit every rank.
 So it waits where its script first asks for the rank (``held``). If the script does not ask, the spare is built up to

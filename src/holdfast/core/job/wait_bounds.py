@@ -54,7 +54,10 @@ class Running(msgspec.Struct):
 
 
 class Bounds:
-    """The part of :class:`~holdfast.core.job.recovery.Recovery` that runs time limits. ``job`` is shared with it."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that runs time limits.
+
+    It shares the facts of the run (``job``) with the recovery.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -58,9 +58,8 @@ class SessionOpened(Message, frozen=True):
     generation: Generation
     step: int
     root: str = ""  # absolute path or URL where the session saves; empty: nowhere
-    live: bool = (
-        False  # the groups of this rank can be rebuilt, so it keeps its process when lost ranks are replaced
-    )
+    # The groups of this rank can be rebuilt, so it keeps its process when lost ranks are replaced.
+    live: bool = False
 
 
 class LayoutPublished(Message, frozen=True):
@@ -98,9 +97,8 @@ class WorkerFailed(Message, frozen=True):
     digest: str  # identifies the exception: type, text, place
     user_error: bool = False  # a typed UserError/StoreError: retrying is pointless
     stays: bool = False  # the session keeps the process and its state until it receives Release
-    between: bool = (
-        False  # raised between two steps: after a restart that code does not run again at the same step
-    )
+    # Raised between two steps: after a restart that code does not run again at the same step.
+    between: bool = False
 
 
 class Settled(Message, frozen=True):
@@ -264,9 +262,8 @@ class Settle(Message, frozen=True):
     then: Literal["restart", "retry", "replace", "stop"] = "restart"
     rewind: int = -1  # all ranks go back to the state of this step that each has in memory; -1: they stay
     vouch: bool = False  # publish layout and digests (``StateDigests``) before the state is given or saved
-    replays: bool = (
-        False  # newcomers compute boxes from memory (see ``Receive``): give only the parts they need
-    )
+    # Newcomers compute boxes from memory (see ``Receive``): give only the parts that they need for that.
+    replays: bool = False
     turns: int = 0  # epochs and phases that the whole job has done
 
 
@@ -440,9 +437,8 @@ class MemberExited(Message, frozen=True):
     kept: tuple[int, ...] = ()  # steps whose states its rank has left in memory
     # Steps whose states can be computed from a state in memory and a log of updates.
     replays: tuple[int, ...] = ()
-    log_size_bytes: int = (
-        0  # size of its log file at its end (later bytes are from its successor); 0: not known
-    )
+    # Size of its log file at its end (later bytes are from its successor); 0: not known.
+    log_size_bytes: int = 0
     # Processes of its node's control group that the kernel killed for lack of memory in the lifetime of the member.
     oom_kills: int = 0
 
@@ -482,9 +478,8 @@ class KillMember(Message, frozen=True):
     node_id: NodeId
     reason: str
     grace_s: float = 0.0
-    silent: bool = (
-        False  # the worker has not answered in time: the agent sends ``Evidence`` about it before the kill
-    )
+    # The worker has not answered in time: the agent sends ``Evidence`` about it before the kill.
+    silent: bool = False
     # The worker was killed long ago and still exists (an uninterruptible wait). None of its code runs again, so the
     # agent reports its status page as its end.
     given_up: bool = False

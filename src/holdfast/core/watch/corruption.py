@@ -78,7 +78,10 @@ def suspects(reported: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[i
 
 
 class Corruption:
-    """The part of the controller that handles differing copies of the state. ``job`` is shared with the controller."""
+    """The part of the controller that handles differing copies of the state.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -124,9 +127,7 @@ class Corruption:
         """Handle the timer ``copies``. Return False if ``name`` is another timer."""
         if name != "copies":
             return False
-        if (
-            self._generation == self.job.roster.generation
-        ):  # otherwise the reports are from workers that have ended
+        if self._generation == self.job.roster.generation:  # otherwise the reporting workers have ended
             self._judge(now)
         return True
 

@@ -2,8 +2,8 @@
 
 Theory. An agent reports when all workers of its node are stalled, and when one moves again. The job is stalled only
 when every node with a living worker has reported so. Then evidence is collected from all nodes, a pure function names
-the culprit, and an ordinary fault follows. The kill comes last: a worker that moves while evidence is collected cancels
-everything. Slow ranks are handled in ``core/watch/stragglers.py``.
+the culprit, and an ordinary fault follows. The kill comes last: if a worker moves while evidence is collected, no rank
+is named or killed. Slow ranks are handled in ``core/watch/stragglers.py``.
 
 While newcomers start, the other ranks wait for the control plane. Each newcomer is judged alone until it asks for its
 state. After that it may be waiting for others, and only a stopped process is evidence.
@@ -45,7 +45,10 @@ PATIENCE_S = 2.0  # until the next look when no rank is to blame; doubled each t
 
 
 class Hangs:
-    """The part of the controller that handles hangs. ``job`` is shared with the controller."""
+    """The part of the controller that handles hangs.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job

@@ -6,8 +6,8 @@ at the end. The cost of a message depends on its size, not on the size of the jo
 
 Invariants:
 1. Each rank counts once, with the newest median that a node with living workers has sent.
-2. The cost of a judgement is proportional to the number of slow ranks. The next judgement follows after as many new
-   medians.
+2. The cost of a judgement is proportional to the number of slow ranks. After a judgement that found n slow ranks, the
+   next one waits for n new medians.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class Paces:
 
 
 class Stragglers:
-    """The part of the controller that reports slow ranks. ``job`` is shared with the controller."""
+    """The part of the controller that reports slow ranks.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job

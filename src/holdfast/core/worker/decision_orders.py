@@ -16,7 +16,7 @@ neither blocks nor reads a clock. ``docs/protocol.md`` shows the table of positi
 Invariants:
 1. Orders are carried out one at a time, in the order of their arrival.
 2. An order is dropped when a newer fence comes or the job resumes. It is never begun after that.
-3. Each order is carried out, refused or dropped, because both waits for the script have a limit.
+3. Each order is carried out, refused or dropped, because each wait (for the script, for the weights) has a limit.
 4. All orders of one decision share one limit per kind of wait.
 """
 

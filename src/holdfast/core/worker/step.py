@@ -4,8 +4,9 @@ Theory. A step is two-phase commit with one tiny all-reduce (the vote) as its fi
 has complete gradients and has promised to apply them if the vote passes. A *fence* (a newer generation exists) stops
 the rank at the next boundary: READY and COMPUTE at once, VOTING when its vote ends or breaks, UPDATING at its block
 end. A rank without a fence is *free*. A rank is IN_DOUBT if its vote broke, or passed after a fence had come. Such a
-rank may not decide alone: the controller decides from the reports of all ranks. The whole protocol is the table
-``TRANSITIONS``. ``docs/protocol.md`` shows the same rows, and a test compares them.
+rank may not decide alone: the controller decides from the reports of all ranks. READY(s) is the state READY at step s,
+and so on. The whole protocol is the table ``TRANSITIONS``. ``docs/protocol.md`` shows the same rows, and a test
+compares them.
 
 The state machine is not thread-safe: main thread and client thread share it under the lock of its owner.
 

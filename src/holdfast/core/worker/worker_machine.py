@@ -9,8 +9,10 @@ rank.
 A step is the hot path. Its transitions are methods of the step machine and of the position, which the shell calls
 directly; only a fenced rank reports them with ``Advanced``.
 
-A wait is data here. An order of a decision waits in ``decision_orders.py``. The order to continue waits in this machine
-until the script reaches its wait (``WaitReached``). The shell blocks only to execute commands.
+A wait is data of this machine, not a blocked thread. An order of a decision waits in ``decision_orders.py``. The order
+to continue waits until the script also waits (``WaitReached``). The shell blocks only to execute commands.
+
+The reactions to the main events are:
 
 - ``Fence``, newer than the generation of this rank: collectives are broken, orders are dropped, the fence is answered.
 - ``Settle``, of the fence in force: an in-doubt step is applied or discarded, and the orders of the decision wait.
