@@ -154,7 +154,9 @@ class Job:
 
     @property
     def repeats(self) -> bool:
-        """True if the code after the training can run again: the training is saved, and this run may start workers."""
+        """True if the script's code after the training can run again: the training is saved, and this run may start
+        workers.
+        """
         saved = 0 <= self.step <= self.sealed_step
         return self.released and saved and not self.exit_source and not self.config.library
 

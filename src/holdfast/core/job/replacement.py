@@ -117,12 +117,12 @@ class Replacement:
     def adopt(self, former: Mapping[MemberId, int]) -> None:
         """Take over the ranks of members that an earlier controller has replaced.
 
-        Agents will report their last pages.
+        Their agents will report the last status pages of these members.
         """
         self._former = dict(former)
 
     def replaced_exited(self, event: MemberExited) -> None:
-        """Record the last page of a replaced member as evidence of its seat.
+        """Record the last status page of a replaced member as evidence of its seat.
 
         If a seat has had several full members, the newest one counts.
         """
@@ -224,15 +224,15 @@ class Replacement:
     def local_of(self, member: Member) -> bytes:
         """Return the rank-local values (JSON) of a lost rank at the decided step; empty: no page has them.
 
-        They come from its last page or from the page of the previous full member of the seat. The page of a rank that
-        died in its update or in doubt holds the values of two steps.
+        They come from its last status page or from that of the previous full member of the seat. The page of a rank
+        that died in its update or in doubt holds the values of two steps.
         """
         left = (self._pages.get(member.rank), None if member.joining else member.exited)
         known = {step: local for page in left if page is not None for step, local in page.locals.items()}
         return known[max(steps)] if (steps := [step for step in known if step <= self.job.step]) else b""
 
     def reports(self) -> list[RankReport]:
-        """Return the state and step of each replaced member, from its last page."""
+        """Return the state and step of each replaced member, from its last status page."""
         return [RankReport(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
 
     def went_back(self, step: int) -> None:
@@ -248,7 +248,7 @@ class Replacement:
         return any(page.staged_step > 0 for page in self._pages.values())
 
     def clear(self) -> None:
-        """Forget all newcomers, offers and pages, because the job has resumed or starts again."""
+        """Forget all newcomers, offers and status pages, because the job has resumed or starts again."""
         self.lost = 0
         self.refusal = ""
         self._pages, self._former = {}, {}

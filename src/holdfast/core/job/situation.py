@@ -34,7 +34,7 @@ FAILURES_MAX = 16
 class Survey:
     """The part of :class:`~holdfast.core.job.recovery.Recovery` that collects evidence.
 
-    The recovery shares ``job``, ``replacement`` and ``gasp`` with it.
+    It shares the facts of the run (``job``), ``replacement`` and ``gasp`` with the recovery.
     """
 
     def __init__(self, job: Job, replacement: Replacement, gasp: LastGaspSave) -> None:

@@ -452,7 +452,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class StartMembers(Message, frozen=True):
-    """Order to start these workers in ``generation``.
+    """Order to an agent to start these workers in ``generation``.
 
     ``resume`` names the save to load; empty: the newest checkpoint.
     """
@@ -557,7 +557,7 @@ class KvReply(Message, frozen=True):
 
 
 class Tick(Message, frozen=True):
-    """Event: a timer that :class:`SetTimer` has set is over."""
+    """Event: the timer ``name``, set by :class:`SetTimer`, has fired."""
 
     name: str
 

@@ -86,7 +86,7 @@ class Phase(IntEnum):
 
 
 class PageFlag(IntFlag):
-    """Bits of ``Word.FLAGS``."""
+    """Bits of the word ``FLAGS`` on the status page of a worker."""
 
     STACKS = 1  # STACKS_SIGNAL makes this process write its stacks
     COMPILING = 2

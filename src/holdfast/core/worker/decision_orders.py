@@ -66,7 +66,7 @@ class OrderKind(StrEnum):
 
 
 class DecisionOrder(msgspec.Struct, frozen=True):
-    """One order to a rank that follows from the decision ``settle``."""
+    """One order that a rank gets with the decision ``settle``."""
 
     kind: OrderKind
     settle: Settle
