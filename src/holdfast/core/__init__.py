@@ -6,7 +6,8 @@
 - ``worker``: the step protocol of one rank: its transition table, the vote, the agreement on layouts.
 - ``decide``: the rules: the answer to a fault, the step at which a broken job continues, when a run stops.
 - ``job``: the life of a job and of a fault: members, recovery, replacement, last-gasp save, shutdown.
-- ``watch``: faults other than deaths: hangs, slow ranks, copies that differ.
+- ``watch``: faults other than deaths: hangs, slow ranks, copies of the state that differ.
 
-``ids`` and ``config`` are used by all. ``launch_environment`` reads the place of a process in its job.
+``ids`` and ``config`` are used by all. ``launch_environment`` reads rank, world size and node of a process from the
+variables of its launcher. ``meeting`` decides when connected agents found a job.
 """

@@ -1,10 +1,10 @@
 """The agent of one node: its workers, and its connections to controller, launcher and command line.
 
-Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, forwards
-messages, and remembers. Its memory makes every other process replaceable: the last message of each kind of each worker
-of the newest generation, the layouts of all ranks, and the messages that could not be delivered. A new controller gets
-all of it after the hello, and then a heartbeat that closes the list. When the controller is lost, the agent orders a
-new one. When the launcher is lost, the agent asks for a graceful exit, because no person watches the run then.
+Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, and forwards
+messages. It also keeps three kinds of messages, so that every other process can be replaced: the last message of each
+kind of each worker of the newest generation, the layouts of all ranks, and the messages that could not be delivered. A
+new controller gets all of them after the agent's hello, and then a heartbeat. When the controller is lost, the agent
+orders a new one. When the launcher is lost, the agent asks for a graceful exit, because no person watches the run then.
 
 The shell is the code that drives this state machine: it starts and signals processes.
 
@@ -13,8 +13,8 @@ Invariants:
 2. A worker's last message of each kind reaches every controller. Requests and faults are kept until a controller has
    them.
 3. After EndRun the agent ends when its last worker has ended, never before.
-4. A process that is asked to leave leaves: at once if the job has not begun here, otherwise within the deadline of the
-   request, with or without a controller, and however many controllers die meanwhile. A stop is always carried out.
+4. An agent fulfils each request to leave, with or without a controller: at once if the job has not begun on its node,
+   otherwise within the deadline of the request. It always carries out a stop.
 """
 
 from __future__ import annotations
@@ -112,16 +112,15 @@ REMEMBERED = (
     Joined,
     MemberExited,
 )
-"""Kinds of messages. The last one of each kind and member is repeated after each hello, in this order.
+"""Kinds of messages of which the agent repeats the last one of each member after each hello, in this order.
 
-The hello is to a new controller, or to one whose connection was lost with the messages on it.
+The hello goes to a new controller, or to a controller whose connection was lost with the messages on it.
 """
 REPEATED = tuple(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited))
-"""Kinds of messages. A worker sends its last one of each kind again after its hello to the next agent.
+"""Kinds of messages of which a worker repeats its last one after its hello to the next agent.
 
-That message may have been lost with the previous agent.
-
-Answers to an order in force are left out: after the hello that order is repeated.
+That message may have been lost with the previous agent. Answers to an order in force are left out: after the hello the
+order is repeated.
 """
 LEAVE_TIMER = "leave"
 UPWARD = (
@@ -135,11 +134,11 @@ UPWARD = (
         OnceAsked,
     ),
 )
-"""Messages from a worker. Every other message that names a member is sent to that worker."""
+"""Messages from a worker to the controller. Every other message that names a member is sent to that worker."""
 
 
 class Worker(msgspec.Struct, kw_only=True):
-    """One worker of this node."""
+    """One worker of this node, as its agent knows it."""
 
     member_id: MemberId
     generation: Generation
@@ -149,13 +148,14 @@ class Worker(msgspec.Struct, kw_only=True):
     doomed: bool = False  # its death was ordered
     state: RankState = "starting"
     step: int = 0
-    words: dict[str, Message] = {}  # last message of each remembered kind
+    words: dict[str, Message] = {}  # last message of each kind in ``REMEMBERED``, by name of the kind
 
 
 class Agent:
-    """The state machine that decides for one node. The shell executes ``Send(to="shell")`` and reports the results.
+    """The state machine that handles the events of one node. The shell executes ``Send(to="shell")`` and reports the
+    results.
 
-    The shell reports an exit for every member that it is ordered to kill, also for one that has no process yet.
+    The shell reports an exit for every member that it is ordered to kill, also for a member that has no process yet.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -181,12 +181,12 @@ class Agent:
         self.spares = Spares(config, self._out)
 
     def start(self, now: float) -> list[Command]:
-        """Return the first commands, before any event."""
+        """Return the first commands of the agent, before any event."""
         self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
         return self._take()
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Handle one event and return the commands that follow from it."""
+        """Handle one event at ``now`` (seconds). Return the commands that follow from it."""
         if is_spare(getattr(event, "member_id", 0)):
             self.spares.heard(event)
             return self._take()
@@ -236,7 +236,7 @@ class Agent:
                 if self.connected:
                     self._tell(event)
             case Stalled() | Late() | ProgressResumed() | Active() | Evidence() | StepTimes():
-                if self.connected:  # it is repeated while it lasts
+                if self.connected:  # such a report is repeated while its cause lasts
                     self._tell(event)
             case Catalogued():
                 if event.member_id == EVERYBODY:
@@ -254,13 +254,13 @@ class Agent:
         return self._take()
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if a spare is a worker, too many messages are kept, or a worker outlives the agent."""
         assert not (self.ended and any(w.alive for w in self.workers.values())), "ended with a living worker"
         assert not any(is_spare(w) for w in self.workers), "a spare among the workers"
         assert len(self._pending) <= self.config.pending_max, "more is kept than allowed"
 
     def snapshot(self) -> dict[str, object]:
-        """Return the state as plain data, for reports and the simulator."""
+        """Return name, living workers and connection of this node as plain data, for reports and the simulator."""
         return {
             "node": str(self.node_id),
             "living": sorted(w.member_id for w in self.workers.values() if w.alive),
@@ -303,7 +303,7 @@ class Agent:
 
     def _controller_gone(self, now: float) -> None:
         if self.connected and now - self._here_s >= self.config.steady_s:
-            # It worked. A controller that fails on the messages it gets first fails at once, every time.
+            # This controller worked. A controller that fails on its first messages fails at once, every time.
             self._restarts = 0
         self.connected = False
         if self.ending is not None or self.ended:
@@ -333,7 +333,7 @@ class Agent:
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
 
     def _leaving(self, now: float, event: DrainNode | Notice | NoticeOver | PrepareSeats) -> None:
-        """Handle a message about leaving nodes. Notices are forwarded now and to each later controller."""
+        """Handle a message about leaving nodes. Forward a notice to this controller and to each later one."""
         if isinstance(event, PrepareSeats):
             self.spares.prepare(event)
             return
@@ -349,7 +349,7 @@ class Agent:
             self._tell(event)
 
     def _ask_exit(self, now: float, request: ExitRun) -> None:
-        """Forward an exit request now and to each later controller: one that dies may not have received it."""
+        """Forward an exit request to this controller and to each later one: a controller may die before it reads it."""
         if self.ending is not None:
             return
         self._request, self._due_s = request, now + request.grace_s
@@ -361,7 +361,7 @@ class Agent:
             self._keep_deadline(now)
 
     def _ask_stop(self, request: StopRun) -> None:
-        """Forward a stop. Without a controller, stop at once."""
+        """Forward a stop request. Without a controller, stop at once."""
         self._stop = request
         if self.connected and self.ending is None:
             self._tell(request)
@@ -372,7 +372,10 @@ class Agent:
         self._end(EndRun(code=int(Exit.INTERRUPTED), reason=request.reason))
 
     def _keep_deadline(self, now: float) -> None:
-        """Set the timer for the deadline of the current exit request. Without a controller, only the agent has one."""
+        """Set the timer for the deadline of the exit request in force.
+
+        Without a controller, only the agent has this deadline.
+        """
         if self._request is None:
             return
         if self._request.cancel:
@@ -381,9 +384,9 @@ class Agent:
             self._out.append(SetTimer(name=LEAVE_TIMER, delay_s=max(0.0, self._due_s - now)))
 
     def _tell_request(self) -> None:
-        """Repeat the request to the controller, with its remaining time.
+        """Repeat the exit request to the controller, with its remaining time.
 
-        From here on the controller keeps the deadline.
+        From then on the controller keeps the deadline.
         """
         if self._request is not None:
             left_s = max(0.0, self._due_s - self._here_s)
@@ -392,7 +395,7 @@ class Agent:
 
     @property
     def _is_idle(self) -> bool:
-        """True if nothing of the job has reached this node yet."""
+        """True if this node has had no contact with the rest of the job and has started no worker."""
         return not self._begun and not self._started
 
     def _leave(self, why: str) -> None:
@@ -431,14 +434,14 @@ class Agent:
             self._keep(event)
 
     def _spread(self, catalogued: Catalogued) -> None:
-        """Send the catalogue to every worker of the node. A controller sends it once per node."""
+        """Send the catalogue to every worker of the node. The controller sends it only once per node."""
         self._catalogue = catalogued
         for living in [w.member_id for w in self.workers.values() if w.alive]:
             own = msgspec.structs.replace(catalogued, member_id=living)
             self._out.append(Send(to=f"member:{living}", message=own))
 
     def _recall(self, catalogued: Catalogued) -> None:
-        """Keep the catalogue that a worker got through an earlier agent.
+        """Keep the catalogue that a worker received through an earlier agent.
 
         The ranks that were lost with that agent cannot publish their layouts again.
         """
@@ -471,7 +474,7 @@ class Agent:
         self.spares.fit(order.world_size)
         if order.generation > self.generation:
             self.generation = order.generation
-            if not order.join:  # otherwise the last messages of lost ranks count until the job has resumed
+            if not order.join:  # with ``join``, messages of lost ranks count until the job has resumed
                 self.workers = {m: w for m, w in self.workers.items() if w.alive}
         fresh = tuple(a for a in order.members if a.member_id not in self._started)
         for seat in fresh:
@@ -482,7 +485,7 @@ class Agent:
         self._let_start(order, fresh)
 
     def _let_start(self, order: StartMembers, fresh: tuple[Assignment, ...]) -> None:
-        """Give the seats of newcomers to spares while there are any. Start the other members as usual."""
+        """Give the seats of newcomers to spares while spares are left. Start the other members as new processes."""
         rest = []
         for seat in fresh:
             spare = self.spares.take(seat) if order.join else None
@@ -501,14 +504,14 @@ class Agent:
             self._kill_now(worker, f"a spare that did not answer within {self.config.called_s:g} s", 0.0)
 
     def _build_spares(self) -> None:
-        """Build spares, now that workers of this node train."""
+        """Build the missing spares, because workers of this node train."""
         here = [w for w in self.workers.values() if w.alive and StepReached.__name__ in w.words]
         if self.config.spares and self.ending is None and here:
             newest = max(w.generation for w in here)
             self.spares.top_up(newest, [w.rank for w in here])
 
     def _known(self, member_id: MemberId) -> Worker:
-        """Return the worker with this id. Add it if it is a process that a dead agent left."""
+        """Return the worker with this id. If it is unknown, add it: an earlier agent has started its process."""
         worker = self.workers.get(member_id)
         if worker is None:
             worker = self.workers[member_id] = Worker(member_id=member_id, generation=NO_GENERATION, rank=-1)

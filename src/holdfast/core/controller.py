@@ -1,16 +1,18 @@
-"""The controller: it routes each event to the part that handles it.
+"""The controller of a job: it routes each event to the part that handles it.
 
 Theory. All decisions about the job are made in one place, by pure code: ``handle(now, event)`` changes state and
 returns commands. The driver (the process around it) first journals the log records among the commands, then executes
-the rest. The parts are in ``core/job`` and ``core/watch``: ``recovery`` handles faults, ``ending`` exits and the end of
-the run, ``liveness`` silent nodes, ``fleet`` nodes and processes, ``hangs`` stalls. A controller of a later term
+the rest. The parts are in ``core/job`` and ``core/watch``: ``recovery`` (faults), ``ending`` (exits and the end of the
+run), ``liveness`` (silent nodes), ``fleet`` (nodes and processes), ``hangs`` (stalls). A controller of a later term
 derives the state of the job from the agents' reports and the log (``log_replay.py``).
 
-``now`` is in seconds of CLOCK_MONOTONIC of this host: ``died_ns`` and ``freed_ns`` are compared with it.
+``now`` is in seconds of CLOCK_MONOTONIC of this host, so it can be compared with ``died_ns`` and ``freed_ns`` in
+messages.
 
 Invariants:
-1. A worker's message counts only when its sender is seated, and a protocol message only in the newest generation.
-2. A new controller that finds every member alive in the newest issued generation leaves all of them undisturbed.
+1. A worker's message counts only if its sender is a member of the job. A message of a kind in ``PROTOCOL`` counts only
+   if it is of the newest generation.
+2. If a new controller finds every member alive in the newest issued generation, it leaves all of them undisturbed.
 3. Every event is handled in bounded time: each process that is waited for has a timer that removes it.
 """
 
@@ -78,13 +80,16 @@ from holdfast.core.watch.hang_detection import Hangs
 from holdfast.core.watch.stragglers import Stragglers
 
 PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined, HoldReached)
-"""Messages that count only in the newest generation."""
+"""Messages of workers that count only in the newest generation."""
 
 
 class Controller:
     """The state machine that decides for one job.
 
-    The module describes the clock. ``uncovered`` returns the reason why given sources cannot save the whole state.
+    Args:
+        config: the settings.
+        past: the state of earlier controllers, read from the event log.
+        uncovered: returns why the given ranks cannot save the whole state; empty: they can.
     """
 
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:
@@ -99,7 +104,7 @@ class Controller:
         self.once = MadeOnce(self.job, past)
 
     def start(self, now: float) -> list[Command]:
-        """Return the first commands, before any event."""
+        """Return the first commands of this controller, before any event."""
         job = self.job
         job.record(
             "run_started", run=job.config.run_id, world_size=job.config.world_size, term=job.config.term
@@ -109,7 +114,7 @@ class Controller:
         return job.take()
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Handle one event and return the commands that follow from it."""
+        """Handle one event at ``now`` (seconds of CLOCK_MONOTONIC). Return the commands that follow from it."""
         match event:
             case AgentHello():
                 self.hangs.rejoined(event.node_id)
@@ -166,11 +171,11 @@ class Controller:
         return self.job.take()
 
     def check(self) -> None:
-        """Raise InternalError when an invariant is broken."""
+        """Raise InternalError if two members share a rank, or a member is both alive and ended."""
         self.job.roster.check()
 
     def snapshot(self) -> dict[str, object]:
-        """Return the state as plain data, for reports and the simulator."""
+        """Return phase, generation, step and living ranks of the job as plain data, for reports and the simulator."""
         job = self.job
         return {
             "phase": self.recovery.phase,
@@ -217,7 +222,7 @@ class Controller:
                 return
 
     def _begun(self, now: float, member: Member) -> None:
-        """Record the first step of a process, and how long the process took to reach it."""
+        """Record that a process has reached its first step, and how long it took from its start."""
         if not member.begun and member.started_s:
             self.job.begun_s = max(self.job.begun_s, now - member.started_s)
         member.begun = True
@@ -341,5 +346,5 @@ class Controller:
             part.tick(now, name) for part in (self.fleet, self.departures, self.hangs, self.corruption)
         ):
             self.recovery.tick(now, name)
-        if name == "beat":  # a node may be left out since the last one
+        if name == "beat":  # a node may have been left out since the last beat
             self.departures.look(now)

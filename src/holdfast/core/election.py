@@ -7,28 +7,29 @@ of a node counts only while a majority of the agents is connected. A *trial* vot
 the real vote. So an agent with a broken cable does not depose a leader that all other agents can reach.
 
 A leader decides from the event log of its node. A host that lost power, or was installed again, may come back with an
-older log or none. A controller there would treat the job as a new one, and end the processes that hold the state of the
-job. So a voter refuses a candidate whose log ends before the log of the voter.
+older log or none. A controller on that host would treat the job as a new one, and end the processes that hold the state
+of the job. So a voter refuses a candidate whose log ends before the log of the voter.
 
-A host that was installed again has also lost its votes. Such a voter knows no electorate, and says so with its vote:
-the vote is *blank*, and does not count. The voter that two majorities share has to remember its vote in both. Only the
-founder asks for votes in the first term, so there every vote counts. A new leader sends the electorate to all agents.
-The term of a leader is used up for them: that leader has the votes of a majority. The price: where no majority
-remembers, no leader is elected, and the agents that are left save and end (docs/design/0038-simulated-hosts.md).
+A host that was installed again has also lost its votes. Such a voter knows no electorate, and reports that with its
+vote: the vote is *blank*, and does not count. Two majorities share a voter, and this voter has to remember its votes.
+Only the founder asks for votes in the first term, so in that term every vote counts. A new leader sends the electorate
+to all agents. An agent that receives it cannot vote again in the leader's term: the leader already has the votes of a
+majority. The price: if no majority remembers its votes, no leader is elected, and the agents that are left save and end
+(docs/design/0038-simulated-hosts.md).
 
 The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
 stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
-change begin. A change from one voter to two is committed when that voter has stored it, because it is in each majority
-before and after. A new leader first issues the electorate again in its own term. A voter refuses a candidate with an
-older electorate. Any two successive majorities therefore share a voter.
+change begin. A change from one voter to two is committed when the old voter has stored it, because the old voter is in
+each majority before and after. A new leader first issues the electorate again in its own term. A voter refuses a
+candidate with an older electorate. Any two successive majorities therefore share a voter.
 
 If one of two voters is lost, the other one is no majority. With a *witness* (an object store where a name can be
 created only once) the voter that first creates the name of the next change continues alone. The other voter finds the
-name taken and gives up. If the other voter is there and has forgotten its votes, the witness is asked at once.
+name taken and gives up. If the other voter is connected but has forgotten its votes, the witness is asked at once.
 
 Invariants:
-1. An answer or act of this state machine follows from state on the disk: ``PersistHardState`` precedes the ``Send``.
-2. (term, voted_for) of a voter changes within a term only from an empty ``voted_for`` to a candidate.
+1. The state behind an answer or act is on disk before the answer or act: ``PersistHardState`` precedes the ``Send``.
+2. Within a term, ``voted_for`` of a voter changes only from empty to the name of a candidate.
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
 5. At the time of a vote, the log of the voter is not newer than the log of the leader that it votes for.
@@ -80,14 +81,17 @@ Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
 class Votes(NamedTuple):
-    """The voters that elect an agent in one term. Term 0: none can."""
+    """The voters that have granted their vote to this agent in ``term``. Term 0: it has not asked for votes."""
 
     term: int = 0
     voters: frozenset[NodeId] = frozenset()
 
 
 class Asked(NamedTuple):
-    """The number of the last claim at the witness. ``is_last``: there is no time to claim again."""
+    """The number of the last change of the electorate that this agent has claimed at the witness.
+
+    ``is_last``: there is no time to claim again.
+    """
 
     number: int = 0
     is_last: bool = False
@@ -96,7 +100,7 @@ class Asked(NamedTuple):
 class HardState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a voter that outlives its agent, on disk.
 
-    The defaults are those of an agent that has never voted.
+    The defaults are the state of an agent that has never voted.
     """
 
     term: int = 0
@@ -120,7 +124,7 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Election:
-    """The state machine of the election of one agent. Messages to other agents are ``Send(to="node:<id>")``."""
+    """The state machine of one agent's part in elections. Messages to other agents are ``Send(to="node:<id>")``."""
 
     def __init__(self, config: ElectionConfig, kept: HardState) -> None:
         self.config = config
@@ -140,13 +144,13 @@ class Election:
         self._out: list[Command] = []
 
     def start(self, now: float) -> list[Command]:
-        """Search for a leader if this agent was restarted. A new agent waits for ``Founded`` or ``Lead``."""
+        """Search for a leader if this agent was restarted. An agent of a new job waits for ``Founded`` or ``Lead``."""
         if self.kept.electorate is not None:
             self._search(was_leader=False)
         return self._take()
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Handle one event. Return the commands that follow."""
+        """Handle one event. Return the commands that follow from it."""
         if self.role != "alone":
             self._handle(event)
         elif isinstance(event, LeaderLost):
@@ -189,7 +193,7 @@ class Election:
                 return
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if a candidate or leader lacks its own vote or its seat, or a leader's terms differ."""
         electorate = self.kept.electorate
         if self.role in ("candidate", "leader"):
             assert self.kept.voted_for == self.me, f"{self.role} without its own vote"
@@ -213,7 +217,7 @@ class Election:
             if self.kept.electorate is None:
                 return
             if self.kept.committed:
-                self._publish()  # a voter that was installed again knows none
+                self._publish()  # a voter that was installed again knows no electorate
             else:
                 # A change that an earlier leader, or this agent before its restart, has not committed.
                 self._issue(msgspec.structs.replace(self.kept.electorate, term=self.kept.term))
@@ -221,7 +225,7 @@ class Election:
     # ---------------------------------------------------------------- campaign
 
     def _search(self, *, was_leader: bool) -> None:
-        """Campaign, or wait for the turn to campaign, because this agent knows no leader."""
+        """Campaign at once, or wait for this agent's turn to campaign, because it knows no leader."""
         gone = "" if self.lead is None or was_leader else self.lead.leader
         if self.lead is not None and not was_leader:
             self._doubted = self.lead
@@ -243,7 +247,7 @@ class Election:
         return self.config.stagger_s * (1 + place)
 
     def _campaign(self) -> None:
-        """Begin a campaign: ask all voters for a trial vote."""
+        """Begin a campaign: request a trial vote from all voters."""
         self._waits = False
         self._timer("campaign", self.config.retry_s + self._turn_s())
         electorate = self.kept.electorate
@@ -251,7 +255,7 @@ class Election:
             return  # no vote: wait for an agent that knows the leader
         if self.role == "candidate" and self.kept.term == FIRST_TERM:
             # No other agent asks for votes in this term. A voter that the founder did not reach would be blank in the
-            # next one.
+            # next term.
             self._ask(electorate, self.kept.term, trial=False)
             return
         self.role = "trying"
@@ -280,7 +284,7 @@ class Election:
             self._timer("starting", self.config.retry_s)
 
     def _say_it_starts(self) -> None:
-        """Ask all voters again while the controller of this agent starts, so that they continue to wait for it."""
+        """Request votes again while the controller of this agent starts, so that the voters continue to wait for it."""
         electorate = self.kept.electorate
         self._starting_s += self.config.retry_s
         if self.role == "leader" and self.lead is None and electorate is not None:
@@ -289,7 +293,10 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
 
     def _stands(self) -> bool:
-        """Return True if votes in the present term elect this agent. Slow ones come while it tries the next term."""
+        """Return True if votes in the present term can elect this agent.
+
+        Slow votes may arrive while this agent already tries the next term.
+        """
         return self.role in ("candidate", "trying") and self._granted.term == self.kept.term
 
     def _elected(self, electorate: VoterSet, votes: frozenset[NodeId]) -> bool:
@@ -302,7 +309,7 @@ class Election:
         )
         outdated = kept.electorate is not None and ask.electorate < kept.electorate
         outdated = outdated or ask.log < self._log
-        # Two voters would otherwise send each other to a controller that neither can reach, one after the other.
+        # Otherwise two voters could refer each other to a controller that neither of them can reach.
         lead = None if self.lead == self._doubted else self.lead
         granted = unspent and not outdated and lead is None and self.role != "leader"
         granted = granted and not (ask.trial and self._waits)
@@ -325,7 +332,7 @@ class Election:
     def _wait(self) -> None:
         """Wait for the start of the elected agent's controller.
 
-        A start on a busy host takes long. The elected agent then asks again, and this voter waits longer.
+        A start on a busy host takes long. The elected agent then requests votes again, and this voter waits longer.
         """
         self._waits = True
         self._timer("campaign", self.config.starting_s + self._turn_s())
@@ -354,7 +361,7 @@ class Election:
 
         Args:
             term: the term that another agent has named.
-            leader: the leader of that term; empty: not known. No other candidate can have this vote any more.
+            leader: the leader of that term; empty: not known. This agent votes for no other candidate in that term.
         """
         if term <= self.kept.term:
             return
@@ -408,7 +415,7 @@ class Election:
     def _alone(self) -> None:
         kept = self.kept.electorate
         if kept is None and self._log == (0, 0):
-            return  # nothing of the job is on this node: there is nothing to save, and another job may be founded
+            return  # this node has no state of the job to save, and another job may be founded
         if kept is None or not self._has_witness(kept):
             self._give_up("no majority of the agents can be reached")
         elif self._claimed.number > kept.number:
@@ -430,7 +437,7 @@ class Election:
     # ---------------------------------------------------------------- electorate
 
     def _amend(self) -> None:
-        """Issue the next change of the electorate if this agent leads, one is needed, and none is in progress."""
+        """Issue the next change of the electorate if this agent leads, a change is needed, and none is in progress."""
         kept = self.kept.electorate
         if self.role != "leader" or self.lead is None or kept is None or not self.kept.committed:
             return

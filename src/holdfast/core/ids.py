@@ -1,8 +1,8 @@
 """Identifiers of processes, generations and saves.
 
-Theory. Three kinds of number must never be mixed. A *member id* names one process life and is never reused. A *rank* is
-a position inside one generation. A *generation* is one membership of the job. They are separate types here, and only
-``core/job/membership.py`` relates them.
+Theory. Three kinds of number must never be mixed. A *member id* names one life of a process and is never reused. A
+*rank* is a position inside one generation. A *generation* is one membership of the job. A member id and a generation
+have types of their own, and only ``core/job/membership.py`` relates member ids and ranks.
 
 Invariants:
 1. Generations are totally ordered by (term, n). A receiver refuses a message of a generation lower than its own.
@@ -22,7 +22,7 @@ MemberId = NewType("MemberId", int)
 NodeId = NewType("NodeId", str)
 
 EVERYBODY = MemberId(0)
-"""Recipient of a message to an agent that is meant for every worker of its node."""
+"""The ``member_id`` of a message to an agent that is meant for every worker of its node."""
 
 STEP_DIGITS_MAX = 15
 STEP_MAX = 10**STEP_DIGITS_MAX - 1
@@ -31,12 +31,12 @@ RUN_ID_PATTERN = rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{RUN_ID_LENGTH_MAX - 1}}}"
 
 
 def is_run_id(name: str) -> bool:
-    """Return True if ``name`` can name a run or a job: it becomes a part of paths and of checkpoint names."""
+    """Return True if ``name`` can name a run or a job. The name becomes a part of paths and checkpoint names."""
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
 class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The number of one membership of the job: ``n`` counts memberships, ``term`` counts controllers."""
+    """The number of one membership of the job. ``term`` counts controllers; ``n`` counts memberships."""
 
     term: int
     n: int
@@ -46,7 +46,7 @@ class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     @staticmethod
     def parse(text: str) -> Generation:
-        """Return the generation that ``str`` wrote.
+        """Return the generation that ``str(generation)`` wrote as ``text``.
 
         Raises:
             ValueError: the text is not ``term.n``.
@@ -64,16 +64,16 @@ class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     @staticmethod
     def unpack(word: int) -> Generation:
-        """Return the generation that :meth:`pack` packed."""
+        """Return the generation that :meth:`pack` packed into ``word``."""
         return Generation(word >> 32, word & 0xFFFFFFFF)
 
 
 MEMORY = "memory@"
-"""Prefix of a name that takes the place of a checkpoint directory in a start order: load the states in memory."""
+"""Prefix of a name in a start order, in place of a checkpoint directory: load the states in memory."""
 
 
 def memory_name(step: int) -> str:
-    """Return the name that a start order carries, in place of a directory, to load the states of ``step`` in memory."""
+    """Return the name that a start order carries, in place of a directory, for the states of ``step`` in memory."""
     return f"{MEMORY}{step}"
 
 
@@ -94,7 +94,7 @@ class LayoutVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 NO_VERSION = LayoutVersion(NO_GENERATION, 0)
-"""The version of a layout that a rank published on its own."""
+"""The version of a layout that a rank published between two votes, without the other ranks."""
 
 
 class SaveId(msgspec.Struct, frozen=True, order=True):
@@ -104,7 +104,7 @@ class SaveId(msgspec.Struct, frozen=True, order=True):
         run: id of the run.
         generation: the generation that saves.
         step: number of updates done before the save.
-        attempt: number of the attempt.
+        attempt: number of the attempt to save this step.
         kind: ``periodic``, ``request``, ``exit``, ``final`` or ``last-gasp``.
     """
 
@@ -122,5 +122,5 @@ class SaveId(msgspec.Struct, frozen=True, order=True):
         return f"{self.run}.g{self.generation}.a{self.attempt}"
 
     def directory(self) -> str:
-        """Return the directory name below the checkpoint root, e.g. ``step-00001200.<save id>``."""
+        """Return the name of the directory of this save below the checkpoint root, e.g. ``step-00001200.<save id>``."""
         return f"step-{self.step:08d}.{self}"

@@ -1,11 +1,12 @@
-"""The place of a process in its job, read from the environment variables of its launcher.
+"""The place of a process in its job (rank, world size, node), read from the environment variables of its launcher.
 
-Theory. Each launcher is a row of ``LAUNCHERS``: the names of its variables. A row whose variables are set is a claim.
-All claims of one process must agree: a process that followed the wrong one of two would train another job than the user
-has started. Two kinds of claims may differ: that of a process manager (mpirun, srun) that started one launcher per
-node, and that of a manager that started a single task. A process without a claim is alone.
+Theory. Each launcher is a row of ``LAUNCHERS``: the names of its variables. A row whose variables are set is a *claim*
+about the place of the process. All claims of one process must agree: a process that followed a wrong claim would train
+another job than the user has started. Two kinds of claims may differ from the others: the claim of a process
+manager (mpirun, srun) that started one launcher per node, and the claim of a manager that started a single task. A
+process without a claim is alone.
 
-Slurm sets its variables for batch scripts and interactive shells as well: only a step of several tasks is a claim.
+Slurm sets its variables also for batch scripts and interactive shells. Only a job step of several tasks is a claim.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TF_RANKS = ("chief", "master", "worker")
 """Task types of ``TF_CONFIG`` that train, in the order of their ranks."""
 REMEDY = "start the script with `holdfast run --nproc-per-node N`"
 SLURM_SPECIAL_STEPS = 0xFFFF_FFF0
-"""Slurm's first step number for batch scripts and interactive shells."""
+"""First of the step numbers that Slurm uses for batch scripts and interactive shells."""
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -32,7 +33,7 @@ class ProcessPlace(NamedTuple):
 
     Attributes:
         rank, world_size: rank in the job, and number of ranks of the job.
-        local_rank, local_world_size: rank on this node, and number of its ranks; 0 if no variable gives the number.
+        local_rank, local_world_size: rank on this node, and number of ranks on this node; 0: not known.
         node: number of this node; -1: not known.
         master: address of the node of rank 0; empty: not known.
         said: the variables that were used, with their values, for messages.
@@ -53,7 +54,7 @@ class ProcessPlace(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """One variable and its value."""
+    """One environment variable and its value."""
 
     name: str
     value: int
@@ -63,7 +64,10 @@ class Fact(NamedTuple):
 
 
 class LauncherVariables(NamedTuple):
-    """Names of the variables of one launcher. ``manager``: it starts processes, which may be launchers themselves."""
+    """Names of the variables of one launcher; empty: it has no such variable.
+
+    ``manager``: the launcher starts processes that may be launchers themselves (mpirun, srun).
+    """
 
     name: str
     rank: str
@@ -101,7 +105,7 @@ FRAMEWORK = LauncherVariables("framework", "rank of its group", "size of its gro
 
 
 class LaunchClaim(NamedTuple):
-    """The values that one launcher has set.
+    """The values that one launcher has set for this process.
 
     Attributes:
         launcher: the variables of the launcher.
@@ -114,18 +118,18 @@ class LaunchClaim(NamedTuple):
     inside: bool = False
 
     def value(self, what: str) -> int | None:
-        """Return one number, or None if the launcher does not set it."""
+        """Return the value of the field ``what``, for example ``rank``; None: the launcher does not set it."""
         fact = self.facts.get(what)
         return None if fact is None else fact.value
 
     @property
     def full(self) -> bool:
-        """True if rank and size are set."""
+        """True if the launcher has set both rank and size."""
         return "rank" in self.facts and "size" in self.facts
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the job; 0: not known."""
+        """Number of nodes of the job according to this launcher; 0: not known."""
         size, local = self.value("size") or 0, self.value("local_size") or 0
         return self.value("nodes") or (size // local if local else 0)
 
@@ -140,8 +144,8 @@ def seat_of(
 
     Args:
         env: the environment variables.
-        known: rank and size of the framework's own group, if it has one already.
-        hosts: ranks by host, of the rank table that the environment names; empty: not read.
+        known: rank and size of the framework's own process group, if it has one already.
+        hosts: for each host, the ranks that the rank table of the environment lists; empty: no table was read.
 
     Raises:
         UsageError: a value is no number, a rank has no size or the reverse, a rank is outside of the size, or two
@@ -215,9 +219,9 @@ def _fact(env: Mapping[str, str], name: str) -> Fact:
 
 
 def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fact]:
-    """Return the facts of one launcher.
+    """Return the values that one launcher has set, by the name of the field of :class:`LauncherVariables`.
 
-    Without rank or size there are none: many programs set local numbers for themselves.
+    Without rank or size the result is empty: many programs set local numbers for themselves.
     """
     names = {k: name for k, name in launcher._asdict().items() if k not in ("name", "manager") and name}
     if not any(env.get(names[key]) for key in ("rank", "size")):
@@ -226,7 +230,7 @@ def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fac
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchClaim:
-    """Return the values that Slurm has set for this process. Return an empty claim if it belongs to no job step.
+    """Return the values that Slurm has set for this process. The claim is empty if the process belongs to no job step.
 
     A batch script is a task 0 without a step. An interactive shell is a task in a special step.
     """
@@ -247,7 +251,7 @@ def _slurm(env: Mapping[str, str]) -> LaunchClaim:
 
 
 def _tensorflow(text: str) -> LaunchClaim:
-    """Return the claim of TensorFlow's cluster: the chief is rank 0, then the workers follow."""
+    """Return the claim of ``TF_CONFIG``: the chief is rank 0, and the workers follow."""
     launcher = LauncherVariables(TF_CONFIG, "task of TF_CONFIG", "cluster of TF_CONFIG")
     if not text.strip():
         return LaunchClaim(launcher)
@@ -305,7 +309,7 @@ def _check(claim: LaunchClaim) -> None:
     """Check that the numbers of one launcher are possible.
 
     Raises:
-        UsageError: the numbers are impossible.
+        UsageError: a rank is not below its size, or the local size is above the size.
     """
     for low, high in (("rank", "size"), ("local_rank", "local_size")):
         if low in claim.facts and high in claim.facts:
@@ -335,9 +339,9 @@ def _refuse_partial(claim: LaunchClaim) -> None:
 
 
 def _surrounds(outer: LaunchClaim, inner: LaunchClaim) -> bool:
-    """Return True if ``outer`` may have started the launcher of ``inner``, once per node or once.
+    """Return True if ``outer`` is a process manager that may have started the launcher of ``inner``.
 
-    If so, their numbers may differ.
+    The manager starts that launcher once per node, or only once. Then the numbers of the two claims may differ.
     """
     if not outer.launcher.manager or inner.launcher.manager:
         return False
@@ -350,7 +354,7 @@ def _surrounds(outer: LaunchClaim, inner: LaunchClaim) -> bool:
 
 
 def _compare(followed: LaunchClaim, other: LaunchClaim) -> None:
-    """Check that two claims agree.
+    """Check that rank and size of two claims are equal.
 
     Raises:
         UsageError: the claims contradict each other.
@@ -373,7 +377,8 @@ def _seated(
 ) -> ProcessPlace:
     """Return the place of this process in its job, from claims that agree.
 
-    ``started_on``: number of nodes on which a process manager started the launcher."""
+    ``started_on``: number of nodes on which a process manager started the launcher.
+    """
 
     def first(what: str) -> int | None:
         found = (claim.value(what) for claim in (followed, *claims))

@@ -1,13 +1,13 @@
-"""The jobs that one agent knows of while the agents meet, and the time to found a new one.
+"""The jobs that one agent knows of while the agents meet, and the time to found a new job.
 
-Theory. An agent *belongs* to a job when it knows the electorate of the job. An agent is *near* a job while it is
-connected to one that belongs to it: the leader of that job will let it join. An agent founds no job while it, or an
-agent that it is connected to, is near one. Each agent sends what it belongs to and what it is near. A job that only
-other agents are near is not passed on. So the name of a job is forgotten everywhere once no agent belongs to it any
-more, and the hosts of a job that has ended can found the next one.
+Theory. An agent *belongs* to a job if it knows the electorate of the job. An agent is *near* a job while it is
+connected to an agent that belongs to the job: the leader of the job will let it join. An agent founds no job in two
+cases: while it is near a job, and while a connected agent is. Each agent sends the names of the job that it belongs to
+and of the job that it is near. It does not pass on a job that only other agents are near. So the name of a job is
+forgotten everywhere once no agent belongs to the job. The hosts of a job that has ended can then found the next one.
 
 Invariants:
-1. The name of a job comes from an agent that belongs to it and is connected.
+1. The name of a job comes from an agent that belongs to the job and is connected.
 2. A job is founded only when enough agents are connected and none of them belongs to a job or is near one.
 """
 
@@ -19,20 +19,20 @@ from holdfast.core.ids import NodeId
 
 
 class Told(NamedTuple):
-    """The job that a connected agent belongs to, and the job that it is near; empty: none."""
+    """A message of a connected agent: the job that it belongs to, and the job that it is near; empty: no job."""
 
     job: str
     near: str
 
 
 class Meeting:
-    """What one agent knows of jobs.
+    """The jobs that one agent knows of before it belongs to one, from the messages of connected agents.
 
     Args:
-        job: name of the job that this agent belongs to; empty: none.
+        job: name of the job that this agent belongs to; empty: no job.
         nodes_min: number of agents that found a job.
-        nodes_max: number of agents in the whole job, with spares.
-        gather_s: time to wait for spares, or after a job was near, before a job is founded.
+        nodes_max: number of agents in the whole job, with spare nodes.
+        gather_s: seconds to wait before a job is founded: for spare nodes, or because a job was near.
     """
 
     def __init__(self, job: str, nodes_min: int, nodes_max: int, gather_s: float) -> None:
@@ -40,42 +40,42 @@ class Meeting:
         self._nodes = (nodes_min, nodes_max)
         self._gather_s = gather_s
         self._told: dict[NodeId, Told] = {}
-        self._enough_s: float | None = None  # since when enough agents are connected and no job is near
+        self._enough_s: float | None = None  # time since which enough agents are connected and no job is near
         self._was_near = False
 
     @property
     def near(self) -> str:
-        """Name of a job that a connected agent belongs to; empty: there is none."""
+        """Name of the job that a connected agent belongs to; empty: no connected agent belongs to a job."""
         return next((told.job for _, told in sorted(self._told.items()) if told.job), "")
 
     @property
     def elsewhere(self) -> str:
-        """Name of a job that a connected agent belongs to or is near; empty: there is none."""
+        """Name of a job that a connected agent belongs to or is near; empty: there is no such job."""
         return self.near or next((told.near for _, told in sorted(self._told.items()) if told.near), "")
 
     def join(self, job: str) -> None:
-        """Record that this agent belongs to a job."""
+        """Record that this agent belongs to ``job``."""
         self.job = job
 
     def told(self, node_id: NodeId, job: str, near: str) -> bool:
-        """Record what a connected agent has sent. Return True if this agent has something new to tell."""
+        """Record the jobs that a connected agent has sent. Return True if :attr:`near` has changed and must be sent."""
         before = self.near
         self._told[node_id] = Told(job, near)
         self._was_near = self._was_near or bool(self.elsewhere)
         return self.near != before
 
     def gone(self, node_id: NodeId) -> bool:
-        """Record the loss of the connection to an agent. Return True if this agent has something new to tell."""
+        """Record the loss of the connection to an agent. Return True if :attr:`near` has changed and must be sent."""
         before = self.near
         self._told.pop(node_id, None)
         return self.near != before
 
     def may_found(self, now: float, here: int) -> bool:
-        """Return True if it is time to found a job. Call this again and again.
+        """Return True if it is time to found a job. The caller repeats this call regularly.
 
         Args:
             now: seconds on any clock.
-            here: number of connected agents, with this one.
+            here: number of connected agents, this agent included.
         """
         nodes_min, nodes_max = self._nodes
         if self.job or self.elsewhere or here < nodes_min:

@@ -1,14 +1,14 @@
-"""The decision rule: the step of the job, given the state and step of each rank of the old generation.
+"""The decision rule: the step at which the job continues, given the state and step of each rank of the old generation.
 
 Theory. An update is applied only after every rank has voted for it. So if any rank shows UPDATING(s) or later, every
-rank has complete gradients for s, and the ranks in doubt can follow. If no rank does, no rank has changed a parameter,
-and all can discard s. The one step that all survivors can reach is therefore the maximum over the steps that the
-reports prove.
+rank has complete gradients for s, and the ranks in doubt can make the update. If no rank shows that, no rank has
+changed a parameter, and all can discard s. The one step that all survivors can reach is therefore the maximum over the
+steps that the reports prove.
 
 Invariants:
-1. The decided step is never below a step that a report proves to be committed, nor above one that some rank entered
-   UPDATING for.
-2. Only living ranks that are at the decided step, or can be brought there, are sources.
+1. The decided step is never below a step that a report proves to be committed. It is never above the step after the
+   newest update that some rank has begun.
+2. Only living ranks that are at the decided step, or can be brought to it, are sources.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class RankReport(NamedTuple):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The step of the job. ``step`` is None when no rank has a session."""
+    """The step at which the job continues, and the ranks that can serve its state (``sources``).
+
+    ``step`` is None if no rank has opened a session.
+    """
 
     step: int | None
     direction: Literal["forward", "back", "none"]
@@ -59,24 +62,28 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
-    """Return True when ``rank`` is one of ``ranks``, which are sorted. Binary search, because a job may have many."""
+    """Return True if ``rank`` is one of the sorted ``ranks``.
+
+    The search is binary, because a job may have many ranks.
+    """
     place = bisect_left(ranks, rank)
     return place < len(ranks) and ranks[place] == rank
 
 
 def committed_floor(report: RankReport) -> int | None:
-    """Return the number of updates that ``report`` proves to be done or decided; None when it proves nothing."""
+    """Return the number of updates that ``report`` proves to be done or decided; None if it proves nothing."""
     if report.state == "starting":
         return None
     return report.step + (1 if report.state in ("updating", "torn") else 0)
 
 
 def decide(reports: Sequence[RankReport], sealed_step: int = -1) -> Decision:
-    """Decide the step of the job.
+    """Decide the step at which the job continues.
 
     Args:
-        reports: one per rank of the old generation, dead ones from their pages; ranks without a page are left out.
-        sealed_step: newest step of which the generation of these ranks has sealed a checkpoint, -1 for none.
+        reports: one per rank of the old generation; for a dead rank from its status page. Dead ranks without a page are
+            missing.
+        sealed_step: newest step whose checkpoint the generation of these ranks has sealed, -1 for none.
 
     Returns:
         The step, the ranks that can serve its state, and the evidence.

@@ -1,13 +1,13 @@
 """The ladder: the ordered list of answers to a fault. Each answer is a rung.
 
-Theory. A rung knows nothing of the others. ``consider`` is a pure function that returns a verdict, or one line that
-says why not. The ladder is an order of rungs, and for some causes of a fault the first rung to try. The first rung that
-returns a verdict is taken. The refusals of the rungs before it are logged with it. The last resorts are always
-included, whatever was configured: a job is never left without an answer.
+Theory. A rung knows nothing of the other rungs. ``consider`` is a pure function that returns a verdict, or one line
+with the reason for a refusal. The ladder is an order of rungs. For some causes of a fault it also has the first rung to
+try. The first rung that returns a verdict is taken. The refusals of the rungs before it are logged with the verdict.
+Every ladder includes the last resorts, for any configuration: a job is never left without an answer.
 
 Invariants:
 1. Rungs are tried in order, each at most once. The refusals before the chosen rung are reported.
-2. Several faults at once start at the highest of their first rungs.
+2. Several faults at once may have several first rungs. The ladder then starts at the last of these rungs in its order.
 3. Every ladder has all last resorts: those that were not named are at its end, in their order.
 """
 
@@ -25,7 +25,7 @@ from holdfast.text import plural
 
 
 class Case(msgspec.Struct, frozen=True):
-    """The input of a rung: the situation, the history of the run and its settings."""
+    """The input of a rung: the situation, the history of the run and the settings."""
 
     situation: Situation
     history: tuple[Answered, ...]
@@ -33,37 +33,37 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> int:
-        """The step of the job."""
+        """The step at which the job continues; 0 if no session has reported a step."""
         return self.situation.step or 0
 
     @property
     def savable(self) -> bool:
-        """True if a last-gasp checkpoint of this step can be complete."""
+        """True if a last-gasp checkpoint of the present step of the job can be complete."""
         return self.situation.session and bool(self.step) and not self.situation.uncovered
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One line of evidence for each failure."""
+        """One line of evidence for each failure in the situation."""
         return tuple(f"rank {f.rank} at step {f.step}: {f.kind}: {f.what}" for f in self.situation.failures)
 
     @property
     def not_in_place(self) -> tuple[str, ...]:
-        """One line of evidence that says why the living ranks cannot continue in place; empty if they can."""
+        """One line of evidence: why the living ranks cannot continue in place; empty if they can."""
         reason = self.situation.unreplaceable
         return (f"not in place: {reason}",) if reason else ()
 
     def unsavable(self) -> str:
-        """Return why a last-gasp checkpoint cannot be complete."""
+        """Return why a last-gasp checkpoint cannot be complete; empty: it can be."""
         if not self.situation.session or not self.step:
             return "nothing was committed yet"
         return self.situation.uncovered
 
 
 class Rung(msgspec.Struct, frozen=True):
-    """One way to answer a fault."""
+    """One way to answer a fault, for example to replace the lost ranks."""
 
     name: ClassVar[str]
-    does: ClassVar[str]  # its line in docs/ladder.md
+    does: ClassVar[str]  # the line of this rung in docs/ladder.md
 
     def consider(self, case: Case) -> LadderVerdict | str:
         """Return the verdict of this rung, or one line with the reason why the rung cannot be used."""
@@ -71,13 +71,13 @@ class Rung(msgspec.Struct, frozen=True):
 
 
 class Grow(Rung, frozen=True):
-    """The rung that restarts with more ranks because nodes came back."""
+    """The rung that restarts the job with more ranks, because nodes have come back."""
 
     name = "grow"
     does = "all workers start again with more ranks, from a checkpoint written now, when nodes came back"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if there is room and a last-gasp checkpoint can be complete."""
+        """Return a verdict if nodes have room for more ranks and a last-gasp checkpoint can be complete."""
         if not case.situation.room:
             return "there is no room for more ranks"
         if not case.savable:
@@ -93,13 +93,13 @@ class Grow(Rung, frozen=True):
 
 
 class Retry(Rung, frozen=True):
-    """The rung that runs the step again in place because all ranks live."""
+    """The rung that runs the step again in the same processes, because all ranks live."""
 
     name = "retry"
     does = "the same step again in the same processes, with fresh connections"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if all ranks are alive and sound and the step was not retried too often."""
+        """Return a verdict if all ranks live and are at the step of the job, and the step was not retried too often."""
         situation = case.situation
         if not situation.session:
             return "the script has no session"
@@ -130,7 +130,7 @@ class BeginFresh(Rung, frozen=True):
     does = "all workers start from nothing: the script has no session, or no step was committed yet"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if no committed step is lost by it."""
+        """Return a verdict if no committed step would be lost, or the script has no session."""
         if not case.situation.session:
             reason = "the script has no session: all workers start again"
         elif not case.step:
@@ -141,7 +141,7 @@ class BeginFresh(Rung, frozen=True):
 
 
 class ReplaceWorker(Rung, frozen=True):
-    """The rung that replaces lost ranks on their own nodes: the usual answer to a death."""
+    """The rung that replaces lost ranks while their nodes are still in the job: the usual answer to a death."""
 
     name = "replace"
     does = (
@@ -150,7 +150,7 @@ class ReplaceWorker(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if every box has a living holder and the nodes of the lost ranks are there."""
+        """Return a verdict if every box has a living holder and no lost rank has lost its node."""
         if case.situation.lost_nodes:
             return f"{', '.join(case.situation.lost_nodes)} is gone"
         return _replaced(case)
@@ -163,7 +163,7 @@ class ReplaceNode(Rung, frozen=True):
     does = "the same on another node with free slots, for ranks whose node is lost"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if other nodes have free slots."""
+        """Return a verdict if a node of lost ranks is gone and other nodes have free slots."""
         if not case.situation.lost_nodes:
             return "no node of a lost rank is gone"
         return _replaced(case)
@@ -187,7 +187,7 @@ def _replaced(case: Case) -> LadderVerdict | str:
 
 
 class ReplaceFromMemory(Rung, frozen=True):
-    """The rung that replaces lost ranks from states in memory, for boxes with only one holder."""
+    """The rung that replaces lost ranks from states in memory, for boxes whose only holder is lost."""
 
     name = "memory"
     does = (
@@ -196,7 +196,7 @@ class ReplaceFromMemory(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if the memory tier has the states (``--memory-every``)."""
+        """Return a verdict if states in memory (``--memory-every``) allow the replacement of the lost ranks."""
         back, step = case.situation.memory_here, case.step
         if case.situation.all_alive:
             return "no rank is lost"
@@ -226,7 +226,7 @@ class ReplaceFromMemory(Rung, frozen=True):
 
 
 class Shrink(Rung, frozen=True):
-    """The rung that continues on fewer nodes."""
+    """The rung that restarts the job with fewer ranks on fewer nodes."""
 
     name = "shrink"
     does = (
@@ -244,7 +244,7 @@ class Shrink(Rung, frozen=True):
 
 
 class RestartAll(Rung, frozen=True):
-    """The rung that restarts all ranks from a checkpoint of this step, so that no step is lost."""
+    """The rung that restarts all ranks from a checkpoint of the present step, so that no step is lost."""
 
     name = "restart"
     does = "the survivors write one checkpoint of this step, all workers start again from it"
@@ -264,7 +264,7 @@ def _saved(case: Case, first: str) -> LadderVerdict:
 
 
 class Requeue(Rung, frozen=True):
-    """The rung that lets the scheduler start the job again. It is taken only when it is configured."""
+    """The rung that ends the run so that the scheduler starts the job again. It is taken only when it is configured."""
 
     name = "requeue"
     does = (
@@ -273,7 +273,7 @@ class Requeue(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if a last-gasp checkpoint can be complete, or a checkpoint exists."""
+        """Return a verdict if a last-gasp checkpoint can be complete, or an older checkpoint exists."""
         if not case.savable and not case.situation.checkpoint_known:
             return f"{case.unsavable()}, and no checkpoint was saved"
         what = f"step {case.step} is saved" if case.savable else f"no last-gasp: {case.unsavable()}"
@@ -286,13 +286,13 @@ class Requeue(Rung, frozen=True):
 
 
 class RestartFromMemory(Rung, frozen=True):
-    """The rung that restarts all ranks from the memory tier, when the holders of a part of the state are lost."""
+    """The rung that restarts all ranks from the memory tier, because no living rank holds a part of the state."""
 
     name = "memory-restart"
     does = "all workers start again from states of one step in shared memory"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if every rank has a state of the same step in memory."""
+        """Return a verdict if every rank has a state of one common step in memory."""
         situation = case.situation
         if situation.memory_step < 0:
             return "not every rank has a state of one step in memory"
@@ -314,7 +314,7 @@ class Disk(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if a sealed checkpoint exists, or one is being written."""
+        """Return a verdict if a sealed checkpoint exists, or a checkpoint is being written."""
         if not case.situation.checkpoint_known:
             return "no checkpoint was saved"
         return LadderVerdict(
@@ -325,7 +325,7 @@ class Disk(Rung, frozen=True):
 
 
 class RecomputeFromStart(Rung, frozen=True):
-    """The rung that starts the training again because the state is lost or not trusted, and none was saved."""
+    """The rung that computes the training again from the start: the state is lost or not trusted, and not saved."""
 
     name = "recompute"
     does = "all workers compute again from the start: no state is left, or its copies differ, and nothing was saved"
@@ -360,21 +360,24 @@ RUNGS: tuple[Rung, ...] = (
 BY_NAME = {rung.name: rung for rung in RUNGS}
 AUTO = tuple(rung.name for rung in RUNGS if rung.name != "requeue")
 LAST_RESORTS = ("restart", "memory-restart", "disk", "recompute")
-"""Rungs that end every ladder, whatever was configured."""
+"""Rungs that end every ladder, for any configuration."""
 
 SPELLINGS = {"auto": "", "process": "", "pod": "restart", "job": "requeue"}
-"""Words for the smallest unit that is started again, as other programs name them. Empty: the whole ladder."""
+"""Values of ``--on-fault`` that name the smallest unit to start again, as in other programs, and the rung of each.
+
+Empty: the whole ladder.
+"""
 
 CAUSES = ("crash", "device", "hang", "node", "network", "corruption", "other")
-"""Causes that ``cause:rung`` may name, see ``survey.CAUSE_OF``."""
+"""Causes that ``cause:rung`` in ``--on-fault`` may name, see ``CAUSE_OF`` in ``core/job/situation.py``."""
 
 
 class Ladder(msgspec.Struct, frozen=True):
-    """The configured ladder.
+    """The configured ladder: the order of its rungs, and the first rung to try for some causes.
 
     Attributes:
         order: names of the rungs, in the order of trial.
-        first: cause and name of the rung at which the ladder starts for that cause.
+        first: pairs (cause, name of the rung at which the ladder starts for that cause).
     """
 
     order: tuple[str, ...] = AUTO
@@ -382,13 +385,13 @@ class Ladder(msgspec.Struct, frozen=True):
 
     @staticmethod
     def parse(spec: str) -> Ladder:
-        """Return the ladder of a value of ``--on-fault``.
+        """Return the ladder for a value of ``--on-fault``.
 
-        The value is a comma-separated list. Its parts are rungs in the order of trial, words of ``SPELLINGS``, or
-        ``cause:rung`` (the rung at which the ladder starts for that cause).
+        The value is a comma-separated list. Its items are names of rungs in the order of trial, words of ``SPELLINGS``,
+        or ``cause:rung`` (the rung at which the ladder starts for that cause).
 
         Raises:
-            UsageError: a word is neither a rung nor a cause.
+            UsageError: an item names no rung, or no cause.
         """
         named: list[str] = []
         first: list[tuple[str, str]] = []
@@ -408,7 +411,7 @@ class Ladder(msgspec.Struct, frozen=True):
         return Ladder(_completed(named) if named else AUTO, tuple(first))
 
     def rungs(self, causes: Sequence[str]) -> tuple[Rung, ...]:
-        """Return the rungs to try for a fault of these causes, in order."""
+        """Return the rungs to try, in order, for a fault with these causes."""
         order, first = self.order, dict(self.first)
         starts = [first[cause] for cause in causes if first.get(cause)]
         if starts:
@@ -419,12 +422,12 @@ class Ladder(msgspec.Struct, frozen=True):
         return tuple(BY_NAME[name] for name in order)
 
     def tries(self, *names: str) -> bool:
-        """Return True if the ladder includes one of these rungs."""
+        """Return True if the ladder includes at least one of the rungs ``names``."""
         return any(name in self.order for name in names)
 
 
 def _completed(named: Sequence[str]) -> tuple[str, ...]:
-    """Return the rungs with those that every ladder has: growing, a start from nothing, the last resorts."""
+    """Return the rungs with those that every ladder has: ``grow``, ``begin`` and the last resorts."""
     rest = [name for name in named if name not in ("grow", "begin")]
     place = rest.index("retry") + 1 if "retry" in rest else 0
     return tuple(dict.fromkeys(("grow", *rest[:place], "begin", *rest[place:], *LAST_RESORTS)))
@@ -435,13 +438,13 @@ def _words() -> str:
 
 
 def judge(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> LadderVerdict:
-    """Choose the rung. ``now`` is in seconds on the clock of ``Answered.at_s``.
+    """Choose the rung that answers the fault. ``now`` is in seconds on the clock of ``Answered.at_s``.
 
     Returns:
-        The verdict, with the refusals of the rungs before it.
+        The verdict, with the refusals of the rungs before the chosen one.
     """
     case = Case(situation, tuple(history), config)
-    if situation.left:  # a newcomer would train alone: the others begin no further step
+    if situation.left:  # a newcomer would train alone: the other ranks begin no further step
         reason = f"the ranks have agreed to leave at step {case.step}, and it is saved"
         return LadderVerdict(action="requeue", reason=reason, evidence=case.failures)
     stop = stop_for(now, situation, history, config)
@@ -451,7 +454,7 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
         progress = case.savable and case.step > situation.base_step
         return msgspec.structs.replace(stop, save=progress)
     if situation.exits and case.savable and (situation.minority or not situation.all_alive):
-        # A replacement may need longer than the time until the deadline, and only to leave.
+        # A replacement may need longer than the time until the deadline, only to leave then.
         reason = f"{situation.exits}: the living save step {case.step}, and no lost rank is replaced"
         return LadderVerdict(
             action="requeue", reason=reason, evidence=case.failures, save=True, rung="requeue"

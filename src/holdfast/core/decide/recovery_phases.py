@@ -1,10 +1,10 @@
 """The phases of a recovery: the table of their transitions, and the table of the rules of each phase.
 
 Theory. ``PHASES`` gives the next phase for a phase and an event. ``RULES`` has one row per phase: the order that a
-member receives, and everything else that depends on the phase. A *source* is a rank that holds the state of the decided
-step and saves it or gives it to replacements. A new rule is a new column. What an order contains comes from
-the plan of the recovery (``core/job/recovery_plan.py``). ``docs/protocol.md`` shows both tables, and a test compares
-them.
+member receives in this phase, and everything else that depends on the phase. A *source* is a rank that holds the state
+of the decided step and saves it or gives it to replacements. The content of an order comes from the plan of the
+recovery (``core/job/recovery_plan.py``). To add a rule, add a column to ``RULES``. ``docs/protocol.md`` shows both
+tables, and a test compares them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ RecoveryEvent = Literal[
 
 
 class RecoveryMoves(NamedTuple):
-    """The transitions of one event. From each phase in ``sources``, ``event`` leads to the phase ``target``."""
+    """The transitions of a recovery by one event.
+
+    From each phase in ``sources``, ``event`` leads to the phase ``target``.
+    """
 
     event: RecoveryEvent
     sources: tuple[Phase, ...]
@@ -85,7 +88,10 @@ RECOVERY_MOVES: tuple[RecoveryMoves, ...] = (
 PHASES: Mapping[tuple[Phase, RecoveryEvent], Phase] = {
     (source, moves.event): moves.target for moves in RECOVERY_MOVES for source in moves.sources
 }
-"""(phase, event) -> next phase. A pair without a row is an error, except that a fault or a suspicion is ignored."""
+"""(phase, event) -> next phase.
+
+A pair without a row is an error, except that a fault or a suspicion is then ignored.
+"""
 
 Then = Literal["", "retry", "replace", "restart"]
 Order = Literal["", "fence", "settle", "receive", "resume", "leave"]
@@ -93,20 +99,20 @@ Until = Literal["", "answered", "there", "joined", "gone", "started", "reached"]
 
 
 class PhaseRules(NamedTuple):
-    """The rules of one phase.
+    """The rules of one phase of a recovery.
 
     Attributes:
         order: the message that a living member receives, also when the member connects again; empty: none.
         to_replacement: the message for a replacement that has not joined; None: the message of ``order``.
-        until: the condition that ends the phase. All living members have ``answered`` the fence; all are ``there`` (at
-            the step); all seats are held by members that are there (``joined``); no process is left (``gone``); all
-            processes of a script without a session have ``started``; all members have ``reached`` a step. Empty: only
-            an event ends the phase.
-        waits: the time limits of ``core/job/wait_bounds.py`` that run in this phase.
+        until: the condition that ends the phase. ``answered``: all living members have answered the fence. ``there``:
+            all are at the step. ``joined``: all seats are held by members that are at the step. ``gone``: no process is
+            left. ``started``: all processes of a script without a session have started. ``reached``: all members have
+            committed a step. Empty: only an event ends the phase.
+        waits: names of the time limits (``core/job/wait_bounds.py``) that run in this phase.
         then: the next action of the sources once they are at the step (``Settle.then``); empty: there are no sources.
         compares: the sources first send digests. The state is not saved or given before the digests are equal.
-        in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and no process
-            may be stopped.
+        in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and a stopped
+            process (state T) is killed.
         trains: the ranks compute, or are about to. The run can end, and stalls are judged.
     """
 
@@ -141,8 +147,8 @@ RULES: Mapping[Phase, PhaseRules] = {
     "resuming_in_place": PhaseRules("resume", until="reached", in_place=True, trains=True),
     "stopped": PhaseRules(),
 }
-"""One row per phase. If the run ends with the recovery, ``stop`` is sent in place of ``then="restart"``."""
+"""One row per phase. If the run ends with the recovery, sources receive ``stop`` in place of ``then="restart"``."""
 
 
 NO_PAGE = "no page"
-"""Value of ``MemberExited.detail`` if the position of the process in its script is not known."""
+"""Value of ``MemberExited.detail`` if no status page of the process is left, so its last position is not known."""

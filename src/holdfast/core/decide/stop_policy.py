@@ -1,14 +1,15 @@
-"""The facts and the history of faults, and the rules that end a run even if a rung could answer its fault.
+"""The facts and the history of faults, and the rules that end a run although the ladder has an answer to its fault.
 
-Theory. A decision is a pure function of the situation after quiescence, the history of this run and the budget. The
-stops of this module come first, then the rungs (possible answers) of ``core/decide/ladder.py``. The decision keeps no
-memory, and names its evidence, so that a report can be checked by hand.
+Theory. A decision is a pure function of the situation after all ranks have settled, the history of this run and the
+budget. The rules of this module come first, then the rungs (possible answers) of ``core/decide/ladder.py``. The
+decision keeps no memory, and names its evidence, so that a report can be checked by hand.
 
 Invariants:
 1. A stop verdict comes only from evidence in the situation or the history, never from a guess.
 2. Committed work is never thrown away silently: when steps are lost, the reason names why no last-gasp checkpoint was
    possible.
-3. Fresh weights only when nothing was committed yet, or when the script has no session (then nothing is known).
+3. Training starts with fresh weights only if no step was committed yet, or if the script has no session (then no step
+   is known).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ STOP_CODE: dict[str, Exit] = {
 DETERMINISTIC_KINDS = frozenset(
     {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "NameError"}
 )
-"""Exceptions that recur at the next start. Before any session they end the run at once."""
+"""Exceptions that recur at the next start. Before any session has opened they end the run at once."""
 
 
 SAME_IN_A_ROW = 3
@@ -56,7 +57,7 @@ HANG = "Hang"
 
 
 CORRUPTION = "CopiesDiffer"
-"""``Failure.kind`` of a rank whose copy of the state differs from those of others."""
+"""``Failure.kind`` of a rank whose copy of the state differs from the copies of other ranks."""
 
 
 DEATH = "Death"
@@ -67,37 +68,41 @@ _WHAT = {DEATH: "death", HANG: "hang", CORRUPTION: "difference between copies of
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """The exception, hang or death of one rank that caused a fault. Consequences of a lost peer are not failures."""
+    """The exception, hang or death of one rank that caused a fault.
+
+    The consequences of a lost peer are not failures.
+    """
 
     rank: int
     step: int
     kind: str
     what: str
     digest: str
-    occurrence: int = 0  # packed generation that failed: a new controller may receive the failure again
+    # Packed generation of the failure: a new controller may receive the same failure again.
+    occurrence: int = 0
     user_error: bool = False
     between: bool = False  # raised between two steps
     # Certainly caused by a device, or another device can be tried: no bug of the script.
     by_device: bool = False
-    times_max: int = 2  # the run ends when it has happened this many times at the same step
+    times_max: int = 2  # the run ends when the failure has happened this many times at the same step
 
     @property
     def mark(self) -> tuple[str, int, int]:
-        """The part of the failure that the history of faults keeps."""
+        """The part of the failure that the history of faults keeps: digest, step and occurrence."""
         return self.digest, self.step, self.occurrence
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault that was handled by a restart or a retry."""
+    """One earlier fault of the run that was answered by a recovery."""
 
     at_s: float
     action: str
     step: int
-    failures: tuple[tuple[str, int, int], ...] = ()  # ``Failure.mark`` of each
+    failures: tuple[tuple[str, int, int], ...] = ()  # ``Failure.mark`` of each failure of the fault
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts after quiescence of the old generation, from which an answer to the fault is chosen."""
+    """The facts from which the answer to a fault is chosen, after all ranks of the old generation have settled."""
 
     step: int | None  # step of the job; None: no session has reported any
     base_step: int  # step at which this generation started
@@ -119,8 +124,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     # Lost ranks can be replaced in place: their state follows from a log of updates in memory.
     replayed: bool = False
     failures: tuple[Failure, ...] = ()
-    room: str = ""  # where more ranks can run than run now; empty: nowhere
-    # The remaining nodes have room only for fewer ranks, and that is allowed; empty: no such case.
+    room: str = ""  # text if the nodes have room for more ranks than run now; empty: they have not
+    # Text if the remaining nodes have room only for fewer ranks, and fewer are allowed; empty otherwise.
     fewer: str = ""
     lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are also lost
     causes: tuple[str, ...] = ()  # of the faults of this recovery, see ``ladder.CAUSES``
@@ -130,18 +135,21 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LadderVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The chosen rung and its reason. ``save``: write a last-gasp checkpoint first."""
+    """The chosen answer to a fault (the rung of the ladder) and its reason.
+
+    ``save``: write a last-gasp checkpoint first.
+    """
 
     action: Action
     reason: str
     evidence: tuple[str, ...] = ()
     save: bool = False
     memory_step: int = -1  # the step of the states in memory that are used
-    # That step is reached from a log of updates, and the living ranks stay at their step.
+    # The step ``memory_step`` is reached from a log of updates, and the living ranks stay at their step.
     replays: bool = False
     rung: str = ""  # name of the chosen rung; empty: the run stops
     counts: bool = True  # counts against the budget, because it answers a fault
-    refused: tuple[str, ...] = ()  # why the rungs before it were refused
+    refused: tuple[str, ...] = ()  # why the rungs before the chosen rung were refused
 
     @property
     def stops(self) -> bool:
@@ -152,7 +160,7 @@ class LadderVerdict(msgspec.Struct, frozen=True, kw_only=True):
 def stop_for(
     now: float, situation: Situation, history: Sequence[Answered], config: Config
 ) -> LadderVerdict | None:
-    """Return the verdict that ends the run even if a rung could answer the fault; None: the run continues."""
+    """Return the verdict that ends the run although a rung could answer the fault; None: the run continues."""
     return _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
 
 
@@ -194,9 +202,9 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
 
 
 def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Return the two steps at which the same exception was raised, before and right after the last recovery.
+    """Return the two steps at which the same exception was raised: before the last recovery, and right after it.
 
-    Return an empty list for an exception inside a block, and for one that did not recur at once. After a restart, code
+    Return an empty list if the exception was raised inside a block, or did not recur at once. After a restart, code
     between two steps does not run again at the same step, so a bug in that code recurs one step later.
     """
     if not failure.between or not history or failure.step > history[-1].step + 1:
@@ -211,9 +219,9 @@ def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int
 
 
 def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Return the steps at which the same exception caused each of the last recoveries, a step or two apart.
+    """Return the steps at which the same exception caused the last recoveries, if it caused ``SAME_IN_A_ROW`` of them.
 
-    Return an empty list if the exception caused fewer recoveries.
+    Return an empty list if it caused fewer in a row, or at steps that are more than ``STEPS_APART`` apart.
     """
     steps, told = [failure.step], {failure.occurrence}
     for answered in reversed(history):

@@ -1,9 +1,9 @@
-"""The connections of the agents to one controller, and which of them counts.
+"""The connections of the agents to one controller, and the one connection of each node that counts.
 
 Theory. A connection that broke may deliver its last messages after the agent has connected again: the kernel
-retransmits for seconds. What the agent repeated after its newest hello is newer than those messages. So only the newest
-connection of a node counts. An older one may neither replace a newer report nor name a dead connection as the way to
-the node.
+retransmits for seconds. The messages that the agent repeated after its newest hello are newer than those. So only the
+newest connection of a node counts. A message on an older connection must not replace a newer report. An older
+connection must not be used to send to the node.
 
 Invariants:
 1. At most one connection of each node counts: the last one that was opened, of those with a hello.
@@ -21,7 +21,7 @@ Line = TypeVar("Line", bound=Hashable)
 
 
 class AgentLines(Generic[Line]):
-    """The connections of the agents to one controller. The type of a connection is the caller's.
+    """The connections of the agents to one controller. ``Line`` is the caller's type of a connection.
 
     Example:
         >>> lines = AgentLines[str]()
@@ -42,15 +42,15 @@ class AgentLines(Generic[Line]):
         ] = {}  # the inverse of _newest: a controller asks for it at each message
 
     def opened(self, line: Line) -> None:
-        """Record a connection that was accepted."""
+        """Record a connection that the controller has accepted."""
         self._count += 1
         self._opened[line] = self._count
 
     def hello(self, line: Line, node_id: NodeId) -> bool:
-        """Record the hello of an agent on ``line``.
+        """Record the hello of an agent on the connection ``line``.
 
         Returns:
-            False if its node has a connection that was opened later. Then nothing on this one counts.
+            False if the node has a connection that was opened later. Then no message on ``line`` counts.
         """
         newest = self._newest.get(node_id)
         if newest is not None and self._opened.get(line, 0) < self._opened[newest]:
@@ -61,11 +61,11 @@ class AgentLines(Generic[Line]):
         return True
 
     def node_of(self, line: Line) -> NodeId | None:
-        """Return the node whose newest connection ``line`` is, or None."""
+        """Return the node whose newest connection is ``line``; None: there is no such node."""
         return self._nodes.get(line)
 
     def line_of(self, node_id: NodeId) -> Line | None:
-        """Return the newest connection of a node, or None."""
+        """Return the newest connection of a node; None: the node is not connected."""
         return self._newest.get(node_id)
 
     def closed(self, line: Line) -> NodeId | None:
@@ -82,5 +82,5 @@ class AgentLines(Generic[Line]):
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
-        """The nodes that can be reached."""
+        """The nodes that are connected with a hello."""
         return tuple(self._newest)

@@ -5,8 +5,8 @@ Invariants:
    is compared.
 2. A stopped process is not waited for if the phase needs something that the process has yet to do.
 3. A member on a suspected node is not late. Its order may not have arrived, and its answer may be on the way. The node
-   has a time limit of its own, after which it is lost with all its members. When it is heard again, its members have
-   the whole time limit of the phase.
+   has a time limit of its own, after which it is lost with all its members. When the node is heard again, its members
+   get the whole time limit of the phase.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.core.protocol.messages import Settled
 
 
 class AwaitedAnswer(Protocol):
-    """The interface of a recovery, as far as this module needs it."""
+    """The part of a recovery's interface that this module needs."""
 
     bounds: Bounds
     replacement: Replacement
@@ -35,7 +35,7 @@ class AwaitedAnswer(Protocol):
 
     @property
     def rules(self) -> PhaseRules:
-        """The row of the phase."""
+        """The rules of the current phase."""
 
     def is_there(self, member: Member) -> bool:
         """Return True if the member is at the step of the decision, or can go back to it."""
@@ -44,7 +44,7 @@ class AwaitedAnswer(Protocol):
 class Awaited:
     """The part of :class:`~holdfast.core.job.recovery.Recovery` that knows which members it waits for.
 
-    ``job`` is shared with the recovery.
+    It shares the facts of the run (``job``) with the recovery.
     """
 
     def __init__(self, job: Job, recovery: AwaitedAnswer) -> None:
@@ -52,25 +52,25 @@ class Awaited:
         self.recovery = recovery
 
     def tick(self, wait: str) -> None:
-        """Handle the end of the time limit ``wait``."""
+        """Handle the end of the time limit named ``wait``."""
         awaited = [m for m in self.job.roster.living if self.is_awaited(wait, m)]
         held_up = {m.member_id for m in awaited if self._is_held_up(wait, m)}
         self.recovery.bounds.over(wait, awaited, held_up)
 
     def active(self, now: float, event: Active) -> None:
-        """Handle a report of an agent on the activity of its processes. Kill the stopped ones that are waited for."""
+        """Handle a report of an agent on its processes. Kill stopped processes that the recovery waits for."""
         recovery = self.recovery
         recovery.bounds.heard(event)
         waits = recovery.rules.waits
         if event.stopped and waits:
-            # Where all continue in place, a source serves its state until all have joined.
+            # If all ranks continue in place, a source serves its state until all newcomers have joined.
             everyone, living = recovery.rules.in_place, self.job.roster.living
             recovery.bounds.halt(
                 now, [m for m in living if everyone or any(self.is_awaited(wait, m) for wait in waits)]
             )
 
     def is_awaited(self, wait: str, member: Member) -> bool:
-        """Return True if the current phase waits for this member under the time limit ``wait``."""
+        """Return True if the current phase waits for this member under the time limit named ``wait``."""
         recovery = self.recovery
         if wait not in recovery.rules.waits:
             return False
@@ -90,9 +90,9 @@ class Awaited:
         return True
 
     def _is_held_up(self, wait: str, member: Member) -> bool:
-        """Return True if the member cannot act or be heard yet.
+        """Return True if the member cannot be expected to act yet.
 
-        It waits for others or for another of its tasks, or its node is suspected.
+        The member waits for others, or first has to finish another of its tasks, or its node is suspected.
         """
         recovery = self.recovery
         if self.job.liveness.is_suspected(member.node_id):

@@ -1,11 +1,12 @@
-"""A fast test whether all members have done something, run after each event of a job of thousands of ranks.
+"""A fast test whether a condition holds for all members, run after each event of a job of thousands of ranks.
 
 Theory. Answers arrive in about the order in which orders were sent. A test that starts at the first rank each time
 costs the square of the number of ranks. This test starts at the member that was missing the last time.
 
 Invariants:
-1. The answer is that of ``all``, whatever was asked before.
-2. While no member takes back what it has done, all tests together pass over each member at most twice.
+1. The answer is always equal to that of Python's ``all``.
+2. While the condition stays true for each member once it is true, all tests together pass over each member at most
+   twice.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from holdfast.core.job.membership import Member
 
 
 class AllOf:
-    """The test whether all members have done something. One object may serve several questions, one after the other."""
+    """The fast test whether a condition holds for all members.
+
+    One object may test several conditions, one after the other.
+    """
 
     def __init__(self) -> None:
-        self._missing = 0  # index of the member that was missing the last time: only where to start
+        self._missing = 0  # index of the member that was missing the last time, at which the next test starts
 
     def all(self, members: Sequence[Member], is_there: Callable[[Member], object]) -> bool:
         """Return True if ``is_there`` holds for every one of ``members``."""
@@ -33,7 +37,7 @@ class AllOf:
 
 
 class SessionOpenings:
-    """The progress of a start: whether all sessions have opened."""
+    """The progress of a start of all members: whether all their sessions have opened."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -44,7 +48,7 @@ class SessionOpenings:
         self.complete = complete
 
     def check(self, members: Sequence[Member], world_size: int) -> bool:
-        """Return True when, for the first time since the start, all sessions are open."""
+        """Return True once per start: at the first call that finds all sessions open."""
         if self.complete or len(members) < world_size:
             return False
         self.complete = self._open.all(members, lambda m: m.opened_step is not None)

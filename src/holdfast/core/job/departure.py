@@ -1,27 +1,27 @@
-"""Nodes that will leave while other nodes of the job stay: by a notice, or because their launcher was asked or is lost.
+"""Nodes that will leave while other nodes of the job stay: by a notice, or because their launcher must end or has died.
 
 Theory. ``core/job/leaving.py`` decides what is done about a node, each time the facts may have changed. A move of ranks
 has three parts. First, new processes for the ranks are built on other nodes while the old ones train. Second, all ranks
-agree by a vote to stop at the end of a step. Third, the old processes are killed there, and the usual recovery puts the
-new ones into their seats. Every rank is at one committed step, so no step is repeated. When the job has resumed, the
-node is given up without waiting for its silence.
+agree by a vote to stop at the end of a step. Third, the old processes are killed at that stop, and the usual recovery
+puts the new processes into their seats. Every rank is at one committed step, so no step is repeated. When the job has
+resumed, the node is given up without waiting for its silence.
 
-The order to stop cannot be taken back, because the vote may have carried it already. So the report of the stop is
-answered, whatever has come in between: a move fences the ranks, or they are ordered to continue. The answer names the
-step before which they wait, so it cannot end a later stop.
+The order to stop cannot be taken back, because a vote may have carried it already. So the report of the stop is always
+answered: a move fences the ranks, or they are ordered to continue. The order to continue names the step before which
+they wait, so it cannot end a later stop.
 
 A scheduler that ends a job of several nodes signals all launchers at nearly the same time. A scheduler that takes away
-one node signals one launcher. Only the other launchers show which of the two it is. So the first request waits
-``depart_s`` for further ones, while training continues.
+one node signals one launcher. Only the other launchers show which of the two cases it is. So the first request waits
+``depart_s`` for further requests, while training continues.
 
 Invariants:
 1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless it is withdrawn.
-2. A node departs only while the others are a majority and hold the job and its state.
-3. Nodes depart one after the other: each loses its vote before the next.
+2. A node departs only while the other nodes are a majority, have room for the job and hold its state.
+3. Nodes depart one after the other: each loses its vote before the next one departs.
 4. Without a majority of the voters no node departs, and no notice becomes the exit of the whole job.
-5. A notice that only waits changes nothing: ranks are placed as without it.
+5. While a notice only waits, ranks are placed as if it did not exist.
 6. A node that is left out because it failed too often loses its ranks by a move, and stays in the job.
-7. The event that reports a stop of all ranks also ends it, also if another controller has ordered the stop.
+7. The event that reports a stop of all ranks also ends it, even if another controller has ordered the stop.
 """
 
 from __future__ import annotations
@@ -58,39 +58,39 @@ TIMER = "depart"
 LOOK_S = 0.25  # while a move is in progress, or a deadline is near
 REST_S = 5.0  # otherwise
 NEAR_S = 120.0
-LAST_S = 1.0  # before a deadline: the time in which nothing else can be waited for
+LAST_S = 1.0  # seconds before a deadline in which a node departs without waiting for anything else
 MOVE_S, STEPS_TO_MOVE = 5.0, 3.0
 SAVE_S, SAVES_TO_SAVE = 15.0, 2.0
 WHOLE_JOB = NodeId("")
 FAILED = "it failed too often"
-"""Source of the notice that a node is left out."""
+"""Source of the notice that a node is left out because it failed too often."""
 
 
 class StandingNotice(msgspec.Struct, kw_only=True):
-    """One notice that is not withdrawn."""
+    """One notice that is in force: not withdrawn, and its node has not left."""
 
     source: str
     due_s: float  # on the controller's clock; infinite: no deadline
-    at_once: bool  # from a launcher
+    at_once: bool  # the launcher of the node was asked to end
     only_ranks: bool = False  # the node is left out and stays in the job
 
 
 class Move(msgspec.Struct, kw_only=True):
-    """The departure of one node, while it is in progress."""
+    """The move of the ranks of one node to other nodes, while it is in progress."""
 
     node_id: NodeId
-    since_s: float  # time of the newest orders; before the first ones, of the move
+    since_s: float  # time of the newest orders; before the first orders, the start of the move
     orders: tuple[PrepareSeats, ...] | None = None  # None: not sent yet
     ready: dict[NodeId, tuple[int, ...]] = {}  # ranks with a prepared process, by the node of that process
     failed: str = ""
     # The generation in which all ranks were asked to stop at the end of a step.
     asked_in: Generation = NO_GENERATION
-    hold_until_s: float = 0.0  # the time until which they are waited for
-    holds: bool = False
+    hold_until_s: float = 0.0  # the time until which the move waits for all ranks to stop
+    holds: bool = False  # all ranks have stopped
 
     @property
     def is_prepared(self) -> bool:
-        """True if every rank has a process that was built for it."""
+        """True if every rank that moves has a process that was built for it."""
         return self.orders is not None and all(
             {seat.rank for seat in order.members} <= set(self.ready.get(order.node_id, ()))
             for order in self.orders
@@ -100,7 +100,7 @@ class Move(msgspec.Struct, kw_only=True):
 class Departures:
     """The part of the controller that handles leaving nodes.
 
-    ``job`` is shared with the controller. ``now`` is in seconds on its clock.
+    It shares the facts of the run (``job``) with the controller. ``now`` is in seconds on the controller's clock.
     """
 
     def __init__(self, job: Job, fleet: NodeTracker, recovery: Recovery, ending: Shutdown) -> None:
@@ -118,7 +118,7 @@ class Departures:
     # ---------------------------------------------------------------- events
 
     def asked(self, now: float, request: ExitRun) -> None:
-        """Handle a request to end the whole job, or only the node whose launcher was asked."""
+        """Handle a request to end the whole job, or only the node whose launcher was asked to end."""
         job, node_id = self.job, NodeId(request.node_id)
         if not node_id or job.exit_source or self.ending.stopping is not None or not job.roster.members:
             self._leave_all(now, request.source, request.grace_s)
@@ -157,20 +157,20 @@ class Departures:
         self.look(now)
 
     def cancel(self) -> None:
-        """Withdraw the requests of all launchers."""
+        """Withdraw the requests that came from launchers."""
         for (node_id, source), standing in list(self._standing.items()):
             if standing.at_once:
                 del self._standing[node_id, source]
         self._abandon()
 
     def joined(self, now: float, node_id: NodeId) -> None:
-        """Decide again, because a node has joined or come back and may have room for ranks that move."""
+        """Decide again about leaving nodes, because a node that has joined may have room for ranks that move."""
         if node_id == self._departed:
             self._departed = None
         self.look(now)
 
     def seats_prepared(self, now: float, event: SeatsPrepared) -> None:
-        """Record that an agent has built processes for a move, or why it could not."""
+        """Record that an agent has built processes for a move, or why it could not build them."""
         move = self._move
         if move is None or event.node_id not in {order.node_id for order in move.orders or ()}:
             return
@@ -188,10 +188,10 @@ class Departures:
         self.look(now)
 
     def holding(self, now: float, event: HoldReached) -> None:
-        """End the stop of all ranks before one step: by the move that needs it, or by the order to continue."""
+        """End the stop of all ranks before one step: by the move that needs the stop, or by the order to continue."""
         job, move, here = self.job, self._move, (event.generation, event.step)
         if here <= self._over:
-            return  # repeated by an agent
+            return  # an agent has repeated the report
         if move is not None and move.asked_in == event.generation:
             move.holds = True
             job.record("holding", node=str(move.node_id), step=event.step)
@@ -204,7 +204,7 @@ class Departures:
             self._tell_continue(member)
 
     def worker_hello(self, event: WorkerHello) -> None:
-        """Repeat the order to continue, which may have been lost with the last connection of this worker."""
+        """Repeat the order to continue after a stop: it may have been lost with the last connection of this worker."""
         member = self.job.roster.get(event.member_id)
         if member is not None and self.job.generation == self._over[0] != NO_GENERATION:
             self._tell_continue(member)
@@ -214,11 +214,11 @@ class Departures:
         self.job.send(member, HoldOver(member_id=member.member_id, generation=generation, step=step))
 
     def saved(self, duration_s: float) -> None:
-        """Note how long a share of a checkpoint took, in seconds."""
+        """Record how long the save of a share of a checkpoint took, in seconds."""
         self._save_s = max(self._save_s, duration_s)
 
     def tick(self, now: float, name: str) -> bool:
-        """Handle the timer of this class. Return False when ``name`` is another timer."""
+        """Handle the timer ``TIMER``. Return False if ``name`` is another timer."""
         if name == TIMER:
             self.look(now)
         return name == TIMER
@@ -226,7 +226,7 @@ class Departures:
     # ---------------------------------------------------------------- what to do
 
     def look(self, now: float) -> None:
-        """Decide for each node with a notice what to do. Act on the first one that does not have to wait."""
+        """Decide what to do about each node with a notice. Act on the first node that does not have to wait."""
         job, notices = self.job, self._notices
         if not notices and self._move is None:
             return
@@ -257,7 +257,7 @@ class Departures:
 
     @property
     def _notices(self) -> dict[tuple[NodeId, str], StandingNotice]:
-        """All notices in force, with one for each node that is left out and still has ranks."""
+        """All notices in force, and one notice for each left-out node that still has ranks."""
         job = self.job
         found = dict(self._standing)
         if not job.failed.nodes.failing or not self._is_smooth or not self._moves:
@@ -274,8 +274,8 @@ class Departures:
     def _in_order(self, notices: Mapping[tuple[NodeId, str], StandingNotice]) -> list[NodeId]:
         """Return the nodes with a notice in the order of treatment.
 
-        The node that moves already is first, then those without ranks, then the others by deadline. Nodes that are left
-        out come after them. The whole job comes last.
+        The node whose ranks move already is first. Nodes without ranks follow, then the others by deadline. Nodes that
+        are left out come after them. The whole job comes last.
         """
         due: dict[NodeId, float] = {}
         for (node_id, _), standing in notices.items():
@@ -315,7 +315,7 @@ class Departures:
 
     def _is_prepared(self, now: float, node_id: NodeId) -> bool:
         if not self._is_smooth:
-            return True  # all ranks start again, or from the beginning: nothing can be built for that
+            return True  # all ranks start again: no process can be built for that before
         move = self._move
         if move is None or move.node_id != node_id:
             return False
@@ -323,17 +323,17 @@ class Departures:
 
     @property
     def _is_smooth(self) -> bool:
-        """True if ranks can be replaced while the others keep their processes."""
+        """True if ranks can be replaced while the other ranks keep their processes."""
         job = self.job
         return job.session and not self.recovery.replacement.barred(job.roster.living)
 
     @property
     def _moves(self) -> bool:
-        """True if ranks may be replaced on other nodes."""
+        """True if the configured ladder allows replacements of ranks on other nodes."""
         return Ladder.parse(self.job.config.on_fault).tries("node")
 
     def _others_stand(self) -> bool:
-        """Return True if the nodes that stay are a majority, and have the whole state."""
+        """Return True if the nodes that stay are a majority of the voters, and hold the whole state."""
         job, voters = self.job, self.job.liveness.voters
         if job.config.library:
             return False
@@ -341,7 +341,7 @@ class Departures:
         return (not voters or staying * 2 > len(voters)) and self._state_stays()
 
     def _state_stays(self) -> bool:
-        """Return True if the staying ranks hold the whole state, or nodes keep the states of the leaving ranks."""
+        """Return True if the staying ranks hold the whole state, or staying nodes keep the leaving ranks' states."""
         job = self.job
         leaving = {m.rank for m in job.roster.members if m.node_id in job.leaving}
         if not job.session or not leaving:
@@ -385,7 +385,10 @@ class Departures:
             self._swap(now, node_id, source)
 
     def _prepare(self, now: float, move: Move) -> None:
-        """Order the processes that will take the ranks of the node. Repeat this only when the places change."""
+        """Order other nodes to build the processes that will take the ranks of the leaving node.
+
+        The orders are repeated only if the places of the ranks change.
+        """
         job = self.job
         members = job.roster.on_node(move.node_id)
         places = job.places(members)
@@ -409,9 +412,9 @@ class Departures:
                 job.send_node(order.node_id, order)
 
     def _held(self, now: float, move: Move, facts: LeavingFacts) -> bool:
-        """Ask all ranks to stop at the end of a step.
+        """Request that all ranks stop at the end of a step.
 
-        Return True when they have stopped or the time for that is over.
+        Return True when they have stopped, or when the time for that is over.
         """
         job = self.job
         if move.asked_in != job.generation:
@@ -423,7 +426,7 @@ class Departures:
         return move.holds or now >= move.hold_until_s
 
     def _swap(self, now: float, node_id: NodeId, source: str) -> None:
-        """Kill the ranks of the node. The recovery puts the prepared processes into their seats."""
+        """Kill the ranks of the leaving node. The recovery then puts the prepared processes into their seats."""
         job = self.job
         what = f"moves, {node_id} {'is left out' if source == FAILED else 'leaves the job'} ({source})"
         faults = []
@@ -445,7 +448,7 @@ class Departures:
         job.send_node(node_id, EndRun(code=int(Exit.REQUEUE), reason=reason, node_only=True))
 
     def _abandon(self) -> None:
-        """Cancel the move in progress, and the processes that were ordered for it."""
+        """Cancel the move in progress, and end the processes that were built for it."""
         job, move = self.job, self._move
         job.leaving, self._move = set(), None
         if not self._standing:

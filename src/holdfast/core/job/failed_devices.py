@@ -1,15 +1,16 @@
-"""Failed devices: device errors as distinct from errors of the script, and the slots that are left out for them.
+"""Failed devices: errors of devices as distinct from errors of the script, and the slots that are left out.
 
-Theory. The most common fault of a large job is one broken device on a living host: each process there raises the same
-error again. Type and text of an error show one of three causes: the script, certainly the device (ECC, a lost GPU), or
-either (an illegal access may come from a kernel's bug or from bad memory). A device is identified by its slot: a node
-and a local rank. A move of the rank decides the third case. An error that follows the rank to another slot is the
-script's. An error that stays with the slot is the device's.
+Theory. The most common fault of a large job is one broken device on a living host: each process that uses it raises the
+same error. Type and text of an error show one of three causes: the script, certainly the device (ECC, a lost GPU), or
+either of them (an illegal access may come from a kernel's bug or from bad memory). A device is identified by its slot:
+a node and a local rank. A move of the rank decides the third case. An error that follows the rank to another slot is
+the script's. An error that stays with the slot is the device's.
 
 Invariants:
 1. An error that is certainly the device's never ends the run as a bug of the script.
 2. An uncertain error that occurs at one step on several slots is the script's, and counts against no slot.
-3. A slot with ``FAILURES_MAX`` failures is left out; for uncertain errors only while another slot can be tried.
+3. A slot with ``FAILURES_MAX`` certain failures is left out. A slot with as many failures, some of them uncertain, is
+   left out only while another slot can be tried.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _TYPES = frozenset({"AcceleratorError", "CUDARuntimeError", "CudaError"})
 
 
 def certainty(kind: str, what: str) -> Certainty:
-    """Return how certain it is that an exception of this type and text comes from a device; empty: from elsewhere."""
+    """Return how certain it is that a device caused an exception of this type and text; empty: no device did."""
     text = what.lower()
     if any(word in text for word in (*_OF_THE_SCRIPT, *_OF_A_PEER)):
         return ""
@@ -70,18 +71,18 @@ def certainty(kind: str, what: str) -> Certainty:
 
 
 class DeviceFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """One error of a device, with its slot and step."""
+    """One error of a device, with the slot of the device and the step."""
 
     node_id: NodeId
     local_rank: int
     step: int
     digest: str
     certain: bool
-    occurrence: int = 0  # the packed generation: a new controller may receive the error again
+    occurrence: int = 0  # packed generation of the error: a new controller may receive the same error again
 
     @property
     def slot(self) -> tuple[NodeId, int]:
-        """The slot that stands for the device: node and local rank."""
+        """The slot that identifies the device: node and local rank."""
         return self.node_id, self.local_rank
 
 
@@ -96,21 +97,23 @@ class FailedDevices:
         self._failures: list[DeviceFailure] = list(dict.fromkeys(failures))
 
     def note(self, failure: DeviceFailure) -> bool:
-        """Add a failure. Return False when it is known already."""
+        """Add a failure. Return False if the failure is known already."""
         if failure in self._failures:
             return False
         self._failures.append(failure)
         return True
 
     def is_of_script(self, failure: DeviceFailure) -> bool:
-        """Return True if an uncertain failure also occurred on another slot at that step: it is the script's."""
+        """Return True if the script caused an uncertain failure: the same failure occurred on another slot at that
+        step.
+        """
         return not failure.certain and any(
             other.slot != failure.slot and (other.digest, other.step) == (failure.digest, failure.step)
             for other in self._failures
         )
 
     def count(self, node_id: NodeId, local_rank: int, *, certain: bool = False) -> int:
-        """Return the number of failures of one slot. With ``certain``, uncertain ones are left out."""
+        """Return the number of failures of one slot. With ``certain``, uncertain failures are left out."""
         return sum(
             failure.slot == (node_id, local_rank)
             and (failure.certain if certain else not self.is_of_script(failure))
@@ -118,12 +121,12 @@ class FailedDevices:
         )
 
     def usable(self, node_id: NodeId, slots: int) -> list[int]:
-        """Return the local ranks of a node that may be seated: their devices are not certainly broken."""
+        """Return the local ranks (of 0 to ``slots`` - 1) of a node whose devices are not certainly broken."""
         return [n for n in range(slots) if self.count(node_id, n, certain=True) < FAILURES_MAX]
 
     def trusted(self, node_id: NodeId, slots: int) -> list[int]:
         """Return the usable local ranks with fewer than ``FAILURES_MAX`` failures of any kind.
 
-        They are seated first.
+        Ranks are placed on these first.
         """
         return [n for n in self.usable(node_id, slots) if self.count(node_id, n) < FAILURES_MAX]

@@ -1,15 +1,15 @@
-"""Failed nodes: the faults that count against a node, and the nodes that are left out for them.
+"""Failed nodes: the faults that count against a node, and the nodes that are left out because of them.
 
 Theory. A host can be broken in ways that no single device shows: bad memory, a power supply, a driver, a cable. Its
 processes die again and again, and each time a replacement starts on the same host, because the host has free slots. So
 faults of the host are counted by node. A node with too many of them within a window is *failing*. A failing node is
-*left out*: no rank is placed there, and its ranks move to other nodes. Its agent stays in the job and keeps its vote.
+*left out*: no rank is placed on it, and its ranks move to other nodes. Its agent stays in the job and keeps its vote.
 
 Invariants:
 1. A fault of the script counts against no node: an exception, an exit code, a hang in the script's own code, or the
    same death at the same step on another node.
 2. All deaths on one node in one generation are one fault: they have one cause.
-3. A failing node is left out only while the other nodes can hold as many ranks as with it.
+3. A failing node is left out only if the other nodes can hold as many ranks without it as with it.
 4. A node stays failing for a whole window after the fault that made it failing, or until a user takes it back.
 """
 
@@ -33,13 +33,13 @@ NodeAnswer = Literal["left_out", "kept"]
 
 
 class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault of a node. ``at_s`` is on the controller's clock.
+    """One fault of a node. ``at_s`` is in seconds on the controller's clock.
 
     Attributes:
-        cause: kind of the fault of a rank, or ``LOST``.
+        cause: kind of the fault of a rank, or ``LOST`` if the node itself was lost.
         occurrence: the packed generation of the fault; for a lost node a negative number that no other fault has.
-        digest, step: the identity of a death. A death with the same identity on another node is one of the script.
-            Empty: the death has no identity.
+        digest, step: the identity of a death. If deaths on two nodes have the same identity, the script is their cause.
+            Empty digest: the death has no identity.
     """
 
     node_id: NodeId
@@ -51,7 +51,7 @@ class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
-    """Return the cause for which a fault of a rank counts against its node; empty: it does not count.
+    """Return the cause under which a fault of a rank counts against its node; empty: the fault does not count.
 
     Args:
         fault: the fault.
@@ -68,7 +68,9 @@ def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
 
 
 def failing_until(times_s: Sequence[float], faults_max: int, window_s: float) -> float:
-    """Return the time until which a node with faults at these ascending times is failing; 0: it never was.
+    """Return the time until which a node with faults at ``times_s`` is failing; 0: it never was failing.
+
+    All times are in seconds; ``times_s`` is in ascending order.
 
     Example:
         >>> failing_until([10.0, 20.0, 30.0], faults_max=3, window_s=60.0)
@@ -85,12 +87,13 @@ def leave_out(
     failing: Sequence[NodeId],
     room: Callable[[Sequence[tuple[NodeId, int]]], int],
 ) -> list[tuple[NodeId, int]]:
-    """Return the nodes that may have ranks.
+    """Return the nodes that may have ranks: ``up`` without the failing nodes that the job does not need.
 
     Args:
         up: all nodes that are in contact with the controller, with the number of their usable slots.
-        failing: failing nodes, the worst one first. Each is removed if the rest still has room for as many ranks.
-        room: returns the number of ranks that a job on these nodes has.
+        failing: failing nodes, the worst one first. Each is removed if the other nodes still have room for as many
+            ranks.
+        room: returns the number of ranks that a job on the given nodes has.
     """
     left = list(up)
     if not failing:
@@ -109,7 +112,7 @@ class FailedNodes:
     The work for one fault does not grow with the faults of other nodes, because a large job may lose many at once.
 
     Args:
-        faults: those that an earlier controller has recorded.
+        faults: the faults that earlier controllers have recorded.
         announced: the last announced answer for each failing node.
         faults_max: faults within the window that make a node failing; 0: no node is ever failing.
         window_s: length of the window in seconds.
@@ -128,7 +131,7 @@ class FailedNodes:
         self.announced = dict(announced)
         self.faults_max = faults_max
         self.window_s = window_s
-        self._counts: dict[NodeId, int] = {}  # faults of each failing node
+        self._counts: dict[NodeId, int] = {}  # number of faults of each failing node
         newest_s = 0.0
         for fault in faults:
             self._add(fault)
@@ -137,11 +140,11 @@ class FailedNodes:
 
     @property
     def failing(self) -> tuple[NodeId, ...]:
-        """The failing nodes, the worst one first."""
+        """The failing nodes, the node with the most faults first."""
         return tuple(sorted(self._counts, key=lambda node_id: (-self._counts[node_id], node_id)))
 
     def note(self, now: float, fault: NodeFault) -> bool:
-        """Add a fault. Return False when it is known already."""
+        """Add a fault. Return False if the fault is known already, or ``faults_max`` is 0 (no fault counts)."""
         if fault.occurrence in self._faults.get(fault.node_id, {}) or not self.faults_max:
             return False
         shared = self._add(fault)
@@ -150,23 +153,23 @@ class FailedNodes:
         return True
 
     def next_loss(self) -> int:
-        """Return the ``occurrence`` of the next lost node."""
+        """Return the negative number for the ``occurrence`` of the next lost node."""
         return -1 - self._losses
 
     def faults_of(self, now: float, node_id: NodeId) -> list[NodeFault]:
-        """Return the faults of a node within the window, oldest first, without those of the script."""
+        """Return the faults of a node within the window, oldest first, without faults that the script caused."""
         return [f for f in self._counted(node_id) if now - f.at_s <= self.window_s]
 
     def look(self, now: float) -> None:
-        """Compute which nodes are failing at ``now``."""
+        """Compute again which nodes are failing at ``now``."""
         for node_id, faults in self._faults.items():
-            # A fault keeps a node failing for a window, with others of the window before it.
+            # A fault keeps a node failing for one window, together with the faults of the window before it.
             for occurrence in [f.occurrence for f in faults.values() if now - f.at_s > 2 * self.window_s]:
                 del faults[occurrence]
             self._judge(now, node_id)
 
     def forget(self, node_id: NodeId) -> None:
-        """Forget all faults of a node: it counts from zero again."""
+        """Forget all faults of a node, so that the count for this node starts at zero."""
         self._faults.pop(node_id, None)
         for nodes in self._nodes.values():
             nodes.discard(node_id)
@@ -174,7 +177,7 @@ class FailedNodes:
         self.announced.pop(node_id, None)
 
     def _add(self, fault: NodeFault) -> set[NodeId]:
-        """Add a fault. Return the nodes that have had the same death."""
+        """Add a fault. Return the nodes on which the same death has occurred."""
         self._faults.setdefault(fault.node_id, {})[fault.occurrence] = fault
         self._losses = max(self._losses, -fault.occurrence)
         if not fault.digest:
@@ -184,7 +187,7 @@ class FailedNodes:
         return nodes
 
     def _judge(self, now: float, node_id: NodeId) -> None:
-        """Compute whether a node is failing at ``now``."""
+        """Compute again whether one node is failing at ``now``."""
         found = self._counted(node_id)
         if now < failing_until([f.at_s for f in found], self.faults_max, self.window_s):
             self._counts[node_id] = len(found)
@@ -198,7 +201,7 @@ class FailedNodes:
 
 
 class FailedParts(msgspec.Struct, frozen=True):
-    """The devices and nodes that have failed in this run."""
+    """The devices and the nodes that have failed in this run."""
 
     devices: FailedDevices
     nodes: FailedNodes

@@ -1,8 +1,9 @@
 """One fault of the job, with the time at which its recovery reached each phase.
 
-Theory. All six times count from the moment of the fault, as far as known, so they grow from phase to phase. When a
-second fault interrupts the recovery, a fault keeps its own times of detection, fence, rest and decision. Its last two
-times are set again, because what counts for the user is when the job was whole.
+Theory. All six times count from the moment of the fault, as well as it is known, so they grow from phase to phase. When
+a second fault interrupts the recovery, a fault keeps its own times of the first four phases (detected, fenced,
+quiesced, planned). Its last two times (restored, resumed) are set again, because they show the user when the job was
+whole.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed
 SEEN: tuple[Seen, ...] = get_args(Seen)
 """The phases of a recovery that users see, in their order."""
 UNTIL_WHOLE: tuple[Seen, ...] = ("restored", "resumed")
-"""The phases whose last time counts when another fault comes before the job has resumed."""
+"""The phases whose last time counts if another fault comes before the job has resumed."""
 P = TypeVar("P", bound=str)
 FaultKind = Literal[
     "signal",
@@ -38,7 +39,7 @@ FaultKind = Literal[
     "leave",
 ]
 START_S = 60.0
-"""Age in seconds below which the death of a process counts as a death in its start."""
+"""Age of a process in seconds below which its death counts as a death in its start."""
 OUTSIDE_SIGNALS = frozenset({1, 2, 9, 15})  # SIGHUP, SIGINT, SIGKILL, SIGTERM
 OUTSIDE_TIMES_MAX = 4
 PLACES = {"starting": "in its start", "left": "after its script had ended"}
@@ -47,7 +48,7 @@ LEFT_FOR_RESTART = "left for a restart"
 
 
 def reach(times: dict[P, float], phase: P, at_s: float) -> None:
-    """Enter the time at which a recovery has reached a phase: the first one, or the last one of ``UNTIL_WHOLE``."""
+    """Record the time at which a recovery reached ``phase``: the first time, or the last time for ``UNTIL_WHOLE``."""
     if phase in UNTIL_WHOLE:
         times[phase] = at_s
     else:
@@ -55,14 +56,14 @@ def reach(times: dict[P, float], phase: P, at_s: float) -> None:
 
 
 class Fault(msgspec.Struct, kw_only=True):
-    """One fault. Times are in seconds on the controller's clock."""
+    """One fault of the job. Times are in seconds on the controller's clock."""
 
     rank: int
     member_id: int
     kind: FaultKind
     what: str
     step: int
-    at_s: float  # when it happened, as well as that is known
+    at_s: float  # time of the fault, as well as it is known
     phase: str = ""  # phase of the worker at that time
     failure: Failure | None = None
     follows: bool = False  # the member left because the generation was fenced: it is never the cause
@@ -75,7 +76,7 @@ class Fault(msgspec.Struct, kw_only=True):
     def of(member: Member, kind: FaultKind, what: str, now: float, failure: Failure | None = None) -> Fault:
         """Return a new fault of one member.
 
-        Its time is that of the member's death or hang, if known; otherwise ``now``.
+        Its time is the time of the member's death or hang, if known; otherwise ``now``.
         """
         exited = member.exited
         died_s = exited.died_ns / 1e9 if exited is not None and exited.died_ns else now
@@ -97,7 +98,7 @@ class Fault(msgspec.Struct, kw_only=True):
         reach(self.passed, phase, now)
 
     def identity(self) -> dict[str, Field]:
-        """Return the fields that name the fault in the event log."""
+        """Return the fields that identify the fault in the event log."""
         return {
             "rank": self.rank,
             "member_id": self.member_id,
@@ -107,7 +108,7 @@ class Fault(msgspec.Struct, kw_only=True):
         }
 
     def summary(self) -> dict[str, Field]:
-        """Return the fields of its ``recovered`` record: identity, losses, seconds until each phase (ascending)."""
+        """Return the fields of the ``recovered`` record of this fault: identity, losses, seconds until each phase."""
         fields = self.identity()
         fields["steps_lost"] = self.steps_lost
         fields["freed_s"] = round(self.freed_s, 6)
@@ -121,11 +122,11 @@ class Fault(msgspec.Struct, kw_only=True):
 def death_of(
     now: float, member: Member, exited: MemberExited, how: str, generation: Generation
 ) -> Failure | None:
-    """Return the failure that identifies a death: its signal or exit code, and its place.
+    """Return the failure that identifies a death: its signal or exit code, and the phase in which the process died.
 
-    Returns: None when the death was ordered or its place is not known.
+    Returns: None if the death was ordered, or if its phase is not known.
 
-    Signals that are also sent from outside (SIGKILL, SIGTERM, ...) may hit one place twice by chance. So such a death
+    Signals that are also sent from outside (SIGKILL, SIGTERM, ...) may hit one phase twice by chance. So such a death
     may repeat more often before it counts as the script's, unless the kernel killed the process for lack of memory.
     """
     place = exited.detail
@@ -151,32 +152,32 @@ class Faults:
 
     def __init__(self) -> None:
         self.all: list[Fault] = []  # oldest first
-        self.suspected: Fault | None = None  # the last one that was seen without a cause
+        self.suspected: Fault | None = None  # the last broken collective, whose cause is not known
         self._of: dict[int, list[Fault]] = {}  # by member
         self._freed_ns = 0
 
     def suspect(self, member: Member, seen: FaultSeen, now: float) -> None:
-        """Keep a broken collective: it is a fault if no death explains it."""
+        """Keep a broken collective as a suspected fault: it becomes a fault if no death explains it."""
         self.suspected = Fault.of(member, "collective", seen.what, now)
         self.suspected.step = seen.step
 
     def add(self, fault: Fault, now: float) -> None:
-        """Add a fault that was just detected."""
+        """Add a fault that was detected at ``now``."""
         self.all.append(fault)
         self._of.setdefault(fault.member_id, []).append(fault)
         fault.passes("detected", now)
 
     def blames(self, member: Member) -> bool:
-        """Return True if one of the faults is of this member."""
+        """Return True if one of the faults is a fault of this member."""
         return member.member_id in self._of
 
     def passes(self, phase: Seen, now: float) -> None:
-        """Record that the recovery has reached ``phase``."""
+        """Record that the recovery of all faults has reached ``phase``."""
         for fault in self.all:
             fault.passes(phase, now)
 
     def exited(self, member: Member) -> None:
-        """Fill in the missing phase of a member's faults, which its status page shows after its end."""
+        """Fill in the phase of a member's faults from its status page, which is read after its end."""
         for fault in self._of.get(member.member_id, ()):
             if member.exited is not None:
                 fault.phase = fault.phase or member.exited.detail
@@ -184,18 +185,18 @@ class Faults:
     def freed(self, freed_ns: int, now: float) -> None:
         """Record that a survivor left its collective at ``freed_ns`` (CLOCK_MONOTONIC).
 
-        A time in the future is ignored.
+        A time after ``now`` (in seconds) is ignored.
         """
         if freed_ns / 1e9 <= now:
             self._freed_ns = max(self._freed_ns, freed_ns)
 
     def cost(self, steps: int) -> None:
-        """Set the number of lost steps of all faults."""
+        """Set the number of steps that were lost, for all faults."""
         for fault in self.all:
             fault.steps_lost = steps
 
     def end(self) -> list[dict[str, Field]]:
-        """Return the fields of the ``recovered`` record of each fault and forget the faults: the job is whole again."""
+        """Return the fields of the ``recovered`` record of each fault, and forget the faults."""
         found, freed_s = self.all, self._freed_ns / 1e9
         for fault in found:
             fault.freed_s = max(0.0, freed_s - fault.at_s)

@@ -7,7 +7,7 @@ before it executes the commands after it.
 Terms. A node is *heard* while its agent is connected and answers in time. A process is *seated* when it is a member.
 
 Invariants:
-1. Generations and member ids are issued here only, each once.
+1. Generations and member ids are issued in this module only, each once.
 2. No command is issued after ``finish``.
 3. ``decides`` is True only while a majority of the voters is heard, or for a controller that is alone.
 """
@@ -46,16 +46,16 @@ from holdfast.exit_codes import Exit
 WHAT_LENGTH_MAX = 500
 MEMBERS_PER_TERM = 1_000_000
 ALONE = "the loss of the majority of the agents"
-"""The source of the exit that a controller without a majority asks for."""
+"""The source of the exit request in a controller that has lost the majority of the agents."""
 STEPS_TO_SETTLE = 2.0
 STARTS_TO_JOIN = 2.0
 
 Uncovered = Callable[[Layouts, tuple[int, ...]], str]
-"""(layouts of all ranks, ranks that can write) -> why these ranks do not cover every box; empty: they do."""
+"""(layouts of all ranks, ranks that can write) -> why these ranks do not cover every box; empty: they cover all."""
 
 
 class Job:
-    """The facts of one run, and the commands of the current event."""
+    """The facts of one run, and the commands of the event that is being handled."""
 
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:
         self.config = config
@@ -82,8 +82,8 @@ class Job:
             # The successor of a controller without a majority continues its numbers: with the offset added twice they
             # could be the numbers of another agent.
             self.generation = Generation(past.generation.term, past.generation.n + apart)
-        # A record of the log may have been lost with its node, or may never have reached this one. So each term has its
-        # own range of ids, also the term of a voter that continues alone.
+        # A record of the log may have been lost with its node, or may never have reached this node. So each term has
+        # its own range of ids, also the term of a voter that continues alone.
         taken = (config.term - 1) * MEMBERS_PER_TERM if config.several else 0
         self.last_member = max(past.last_member, taken)
         self.attempts = past.attempts
@@ -118,12 +118,12 @@ class Job:
         return found
 
     def forget_held(self, rank: int) -> None:
-        """Forget the states that nodes keep for this rank, because the rank refuses them."""
+        """Forget the states that other nodes keep in memory for this rank, because the rank refuses them."""
         for ranks in self.held.values():
             ranks.pop(rank, None)
 
     def seal(self, save_id: SaveId) -> None:
-        """Record that a checkpoint is complete."""
+        """Record that the checkpoint ``save_id`` is complete."""
         self.sealed_step = max(self.sealed_step, save_id.step)
         self._sealed_last = max(self._sealed_last, (save_id.generation, save_id.step))
 
@@ -131,30 +131,32 @@ class Job:
     def sealed_here(self) -> int:
         """Newest step that this roster, or a save of its recovery, has sealed; -1: none.
 
-        A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since, and
-        may be in the middle of that step again.
+        A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since then,
+        and may be in the middle of its step again.
         """
         generation, step = self._sealed_last
         return min(step, self.sealed_step) if generation >= self.roster.generation else -1
 
     def take(self) -> list[Command]:
-        """Return and clear the commands since the last call."""
+        """Return the commands issued since the last call, and clear the list."""
         out, self._out = self._out, []
         return out
 
     def record(self, kind: str, /, **data: Field) -> None:
-        """Append a record to the event log."""
+        """Append a record of this ``kind`` to the event log."""
         if not self.ended:
             self._out.append(LogRecord(kind=kind, data=data))
 
     def send(self, member: Member, message: Message) -> None:
-        """Send a message to a worker that is alive."""
+        """Send a message to a worker if it is alive."""
         if member.alive:
             self.send_process(member.member_id, message)
 
     @property
     def repeats(self) -> bool:
-        """True if the code after the training can run again: the training is saved, and this run may start workers."""
+        """True if the script's code after the training can run again: the training is saved, and this run may start
+        workers.
+        """
         saved = 0 <= self.step <= self.sealed_step
         return self.released and saved and not self.exit_source and not self.config.library
 
@@ -178,12 +180,18 @@ class Job:
         self.sealed_step = min(self.sealed_step, step)
 
     def distrust(self, step: int, rank: int) -> None:
-        """Record that copies of the state differ. After that, no state of living ranks and none in memory is used."""
+        """Record that copies of the state differ.
+
+        From then on no state of living ranks and no state in memory is used.
+        """
         self.unequal = f"copies of the state of step {step} differ between ranks"
         self.record("copies_differ", step=step, rank=rank, reason=self.unequal)
 
     def finished(self, step: int, *, sealed: bool) -> None:
-        """Record that the session of a rank has ended at ``step``; ``sealed``: after a checkpoint of this step."""
+        """Record that the session of a rank has ended at ``step``.
+
+        With ``sealed``, a checkpoint of this step is complete.
+        """
         if sealed:
             self.sealed_step = max(self.sealed_step, step)
 
@@ -206,13 +214,16 @@ class Job:
                 self.kill(member, reason, self.config.term_grace_s, excused=True)
 
     def let_go(self, member: Member) -> None:
-        """Order a member to end in a bounded time. Its user code raised, and no rank needs its state."""
+        """Order a member to end within ``failing_s`` seconds: its user code raised, and no rank needs its state."""
         member.may_end = True
         self.send(member, Release(member_id=member.member_id, generation=self.generation))
         self.timer(f"failing:{member.member_id}", self.config.failing_s)
 
     def time_out(self, member: Member, reason: str, *, hung_at_s: float = 0.0) -> None:
-        """Kill a member that has not answered in time. Its agent first records the position of the process."""
+        """Kill a member that has not answered in time. Its agent first collects evidence about the process.
+
+        ``hung_at_s``: time since which the process hangs, on the controller's clock; 0: it does not hang.
+        """
         self.kill(member, reason, silent=True, hung_at_s=hung_at_s)
 
     def send_node(self, node_id: NodeId, message: Message) -> None:
@@ -221,17 +232,17 @@ class Job:
             self._out.append(Send(to=f"agent:{node_id}", message=message))
 
     def send_process(self, member_id: MemberId, message: Message) -> None:
-        """Send a message to a process, whether it is a member or not."""
+        """Send a message to a process, even if it is not a member."""
         if not self.ended:
             self._out.append(Send(to=f"member:{member_id}", message=message))
 
     def timer(self, name: str, delay_s: float) -> None:
-        """Set a timer: ``Tick(name)`` comes after ``delay_s``."""
+        """Set the timer ``name``: ``Tick(name)`` arrives after ``delay_s`` seconds."""
         if not self.ended:
             self._out.append(SetTimer(name=name, delay_s=delay_s))
 
     def cancel(self, name: str) -> None:
-        """Cancel a timer."""
+        """Cancel the timer ``name``."""
         if not self.ended:
             self._out.append(CancelTimer(name=name))
 
@@ -254,7 +265,10 @@ class Job:
         """Kill a member with SIGKILL. Repeated orders are harmless.
 
         Args:
-            silent: the agent first records the position of the process, for the report.
+            member: the member.
+            reason: why, for the log and the report.
+            grace_s: seconds between SIGTERM and SIGKILL; 0: no SIGTERM.
+            silent: the member has not answered in time, so the agent first collects evidence about the process.
             excused: the fault of another member is the cause.
             hung_at_s: time since which the process hangs; 0: it does not hang.
             hung_in: position of the hang if code of the process itself is the reason.
@@ -268,7 +282,10 @@ class Job:
         self.timer(f"kill:{member.member_id}", grace_s + self.config.kill_s)
 
     def start_members(self, resume: str) -> bool:
-        """Make a new roster in the newest generation and start its members. Return False if nodes are missing."""
+        """Make a new roster in the newest generation and start its members. Return False if nodes are missing.
+
+        ``resume``: name of the save to load; empty: the newest checkpoint.
+        """
         before = {m.rank: m.node_id for m in self.roster.members}
         world_size = self.room()
         seats = assign(self._up(), world_size, self.last_member + 1, before)
@@ -306,8 +323,8 @@ class Job:
     def decides(self) -> bool:
         """True if this controller may end, restart, shrink or move the job.
 
-        The leader of a term needs a majority of the voters. A side without a majority may have elected another leader.
-        A controller that is alone decides about its node only.
+        The leader of a term needs a majority of the voters. Without it, the other agents may have elected another
+        leader. A controller that is alone decides about its own node only.
         """
         return bool(self.config.alone) or self.liveness.has_majority
 
@@ -320,14 +337,14 @@ class Job:
     def settle_s(self) -> float:
         """Time limit in seconds for the answers to a fence.
 
-        A rank answers after its update, which is shorter than a step.
+        A rank in its update answers only after it, and an update takes less than a step.
         """
         step_s = max((s for node, s in self.step_s.items() if node in self.roster.nodes), default=0.0)
         return max(self.config.quiesce_s, STEPS_TO_SETTLE * step_s)
 
     @property
     def gasp_s(self) -> float:
-        """Time limit in seconds of a last-gasp save. A rank in doubt first makes its update."""
+        """Time limit in seconds of a last-gasp save. A rank in doubt makes its update before it saves."""
         return max(self.config.gasp_s, self.settle_s)
 
     @property
@@ -341,11 +358,12 @@ class Job:
 
     @property
     def fits(self) -> bool:
-        """True if the nodes that are heard can hold all ranks to start."""
+        """True if the nodes that are heard have room for all ranks to start."""
         return sum(slots for _, slots in self._up()) >= self.room()
 
     def room(self) -> int:
-        """Return the number of ranks to start now: all, or, where fewer are allowed, as many as living nodes can hold.
+        """Return the number of ranks to start now: all, or fewer if the living nodes cannot hold all and fewer are
+        allowed.
 
         The number of nodes used divides the full number of nodes. Each rank then computes a step in a whole number of
         parts, and the batches of a step and their number do not change.
@@ -364,9 +382,9 @@ class Job:
         return nodes * per_node
 
     def _up(self) -> list[tuple[NodeId, int]]:
-        """Return the nodes on which members may be started, in their order, with their number of usable slots.
+        """Return the nodes on which members may be started, in their order, with the number of their usable slots.
 
-        They are heard, will not leave, and are not left out.
+        These nodes are heard, will not leave, and are not left out.
         """
         return leave_out(self._all_up(), self.failed.nodes.failing, self._room_on)
 
@@ -395,7 +413,7 @@ class Job:
         """Return, by rank, a node and a local rank for the newcomer of each dead member.
 
         The choices, in this order: the slot of the dead member if its device is trusted; the first free slot with a
-        trusted device; the slot of the dead member if it can be used. A rank without any of these is missing.
+        trusted device; the slot of the dead member if it can be used. Ranks without a possible choice are missing.
         """
         up = [node for node, _ in self._up()]
         trusted = {node: self.failed.devices.trusted(node, self.slots[node]) for node in up}
@@ -453,7 +471,7 @@ class Job:
         return certain or (not self.failed.devices.is_of_script(noted) and self._has_another(member))
 
     def _has_another(self, member: Member) -> bool:
-        """Return whether a trusted device other than that of this member is free."""
+        """Return whether a trusted device other than the device of this member is free."""
         taken = {(m.node_id, m.local_rank) for m in self.roster.living} | {
             (member.node_id, member.local_rank)
         }
@@ -465,7 +483,7 @@ class Job:
 
     @property
     def left_out(self) -> str:
-        """The broken devices, as text for the end of a sentence; empty if there are none."""
+        """The broken devices that are left out, as text for the end of a sentence; empty: none is."""
         broken = [
             f"device {n} of {node}"
             for node, slots in sorted(self.slots.items())
@@ -474,7 +492,10 @@ class Job:
         return f"; left out after {FAILURES_MAX} failures: {', '.join(broken)}" if broken else ""
 
     def replace_members(self, dead: Sequence[Member]) -> None:
-        """Start a newcomer in place of each dead member, in the newest generation. There must be room for all."""
+        """Start a newcomer in place of each dead member, in the newest generation.
+
+        There must be room for all of them.
+        """
         places = self.places(dead)
         newcomers = [
             Member(
@@ -532,7 +553,7 @@ class Job:
 
     @property
     def _places(self) -> tuple[tuple[NodeId, str], ...]:
-        # Computed once per roster from all members, because the order to each node has the same places.
+        # Computed once per roster from all members, because the order to each node holds the same places.
         key = (self.generation, self.last_member, tuple(self.hosts.values()))
         if self._placed is None or self._placed[0] != key:
             nodes = dict.fromkeys(member.node_id for member in self.roster.members)  # in rank order
@@ -541,7 +562,7 @@ class Job:
         return self._placed[1]
 
     def stand_down(self, reason: str) -> None:
-        """Stop deciding, so that another controller may be elected. No command is issued after this."""
+        """Stop deciding, so that the agents can elect another controller. No command is issued after this."""
         if self.ended:
             return
         self.record("stood_down", reason=reason, term=self.config.term)
@@ -550,12 +571,12 @@ class Job:
 
     @property
     def kv_node(self) -> str:
-        """The node of rank 0, whose agent holds the key-value store of the generation; empty on one node."""
+        """The node of rank 0, whose agent holds the key-value store of the generation; empty: the job has one node."""
         first = self.roster.members[0].node_id
         return first if first in self.hosts else ""
 
     def finish(self, code: Exit, reason: str) -> None:
-        """End the run. No command is issued after this."""
+        """End the run with exit code ``code``. No command is issued after this."""
         if self.ended:
             return
         if self.config.alone and code is not Exit.OK:

@@ -1,4 +1,4 @@
-"""The last-gasp checkpoint of one recovery: its writers, its result, and the ranks that are not asked again.
+"""The last-gasp checkpoint of one recovery: the ranks that write it, its result, and the ranks that failed to write.
 
 Theory. Every source (a survivor that holds part of the state) writes its share of one plan. The source that finds all
 shares on disk seals the checkpoint. A source that could not write is left out of the next attempt. Boxes that only this
@@ -24,16 +24,16 @@ Outcome = Literal["other", "writing", "sealed", "failed"]
 
 
 class LastGaspSave:
-    """The part of :class:`~holdfast.core.job.recovery.Recovery` that orders the checkpoint.
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that orders the last-gasp checkpoint.
 
-    ``job`` is shared with it.
+    It shares the facts of the run (``job``) with the recovery.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.order: SaveShare | None = None  # the attempt in progress
         self.writing: set[int] = set()  # sources that have not reported
-        self.error = ""  # of the last attempt that failed
+        self.error = ""  # the error of the last attempt that failed
         self.failures = 0
         self._attempts = 0
         self._excluded: set[int] = set()
@@ -43,9 +43,10 @@ class LastGaspSave:
         return tuple(r for r in decided.sources if r not in self._excluded)
 
     def begin(self, sources: tuple[int, ...], dead_locals: dict[str, bytes]) -> None:
-        """Order one attempt of the ranks ``sources``.
+        """Begin an attempt: set the order to the ranks ``sources`` to write their shares.
 
-        ``dead_locals``: rank-local values of the dead, by rank (text)."""
+        ``dead_locals``: rank-local values (JSON) of the dead ranks, by rank (text).
+        """
         job = self.job
         self._attempts += 1
         self.writing = set(sources)
@@ -64,7 +65,7 @@ class LastGaspSave:
         )
 
     def plan(self) -> None:
-        """Put the newest layouts into the order.
+        """Put the newest layouts of all ranks into the order.
 
         Every source has published its layout by now, so all sources plan with the same layouts.
         """
@@ -72,7 +73,7 @@ class LastGaspSave:
             self.order = msgspec.structs.replace(self.order, layouts=self.job.roster.all_layouts())
 
     def reported(self, rank: int, report: SaveReported) -> Outcome:
-        """Handle a source's report that it has written its share, or could not.
+        """Handle the report of a source that it has written its share, or could not.
 
         Returns: the outcome of the attempt; ``other`` for a report of another attempt.
         """

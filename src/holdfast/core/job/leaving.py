@@ -2,11 +2,11 @@
 
 Theory. The answer is a pure function of the present facts, computed again whenever they may have changed. An
 irreversible answer is made as late as possible, because a notice may be withdrawn and a spare node may come. So a
-possible move is prepared at once, during training. Everything that costs the job something waits for the last moment at
-which it still fits before the deadline.
+possible move is prepared at once, during training. Every act that costs the job steps or ranks waits for the last
+moment at which it can still end before the deadline.
 
 Invariants:
-1. Nothing that costs work or ranks is done before it has to be, except for a request with ``at_once``.
+1. No act that costs work or ranks is done before it has to be, except for a request with ``at_once``.
 2. The job is saved and ended only if the remaining nodes cannot hold it or its state, and a deadline is near.
 """
 
@@ -23,12 +23,12 @@ class LeavingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a node with a notice and about the job. Times are in seconds.
 
     Attributes:
-        left_s: time until the deadline; None: there is none.
+        left_s: time until the deadline; None: there is no deadline.
         move_s, save_s: longest time for a change of seats, and for a save of the whole job.
         at_once: the launcher of the node was asked to end. A job that cannot continue without the node does not wait.
         stands: the remaining nodes are a majority, and hold the whole state.
         fits: the remaining nodes have room for all ranks.
-        fits_fewer: the remaining nodes have room for fewer ranks, and that is allowed.
+        fits_fewer: the remaining nodes have room for fewer ranks only, and fewer ranks are allowed.
         holds_ranks: the node has ranks.
         prepared: the processes that will take the ranks are built, or cannot be built.
         only_ranks: the node is left out: its ranks move if that costs the job nothing, and the node stays in the job.

@@ -1,13 +1,13 @@
-"""Detection of silent nodes: frequent heartbeats in, rare events out.
+"""Detection of silent nodes: frequent heartbeats come in, rare events come out.
 
-Theory. Heartbeats are the only frequent messages of the control plane, and they end here. The events that come out (a
-node is suspected or lost) are rare, so the code that handles them may be slow, journaled and replayed. A closed
-connection makes a node suspected at once. Suspicion costs nothing: a successor agent that joins within the adoption
-bound finds its workers undisturbed. Only a *lost* node is a fault.
+Theory. Heartbeats are the only frequent messages of the control plane, and this module consumes them. The events that
+come out (a node is suspected or lost) are rare, so the code that handles them may be slow, journaled and replayed. A
+closed connection makes a node suspected at once. Suspicion costs nothing: a successor agent that joins within the
+adoption limit (``adoption_s``) finds its workers undisturbed. Only a *lost* node is a fault.
 
 Invariants:
-1. A node is suspected at most once before it is back or lost. Lost is final until the node sends a hello again.
-2. Nothing here reads a clock: ``now`` is an argument, in seconds.
+1. A node is suspected at most once before it is back or lost. A lost node stays lost until it sends a hello again.
+2. This module reads no clock: ``now`` is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.core.ids import NodeId
 
 
 class NodeEvent(NamedTuple):
-    """A change of the state of a node."""
+    """The event that a node is now suspected or lost."""
 
     node_id: NodeId
     kind: Literal["suspected", "lost"]
@@ -36,7 +36,7 @@ class Liveness:
     """The heartbeats of the agents, and the nodes that are suspected.
 
     Attributes:
-        voters: the newest electorate that is known; empty: there is no other node.
+        voters: the newest electorate that is known; empty: the job has no other node.
     """
 
     def __init__(self, config: Config) -> None:
@@ -45,18 +45,18 @@ class Liveness:
         self._watches: dict[NodeId, _NodeWatch] = {}
 
     def hello(self, node_id: NodeId, now: float) -> None:
-        """Record that a node joined or rejoined."""
+        """Record that a node has joined or rejoined."""
         self._watches[node_id] = _NodeWatch(now)
 
     def beat(self, node_id: NodeId, now: float) -> None:
-        """Record a heartbeat. It also ends a suspicion."""
+        """Record a heartbeat of a node. It also ends a suspicion of the node."""
         watch = self._watches.get(node_id)
         if watch is not None:
             watch.heard_at = now
             watch.suspected_at = None
 
     def gone(self, node_id: NodeId, now: float) -> NodeEvent | None:
-        """Suspect a node whose connection closed.
+        """Suspect a node whose connection has closed.
 
         Return the event, or None if the node is unknown or suspected already.
         """
@@ -67,11 +67,11 @@ class Liveness:
         return NodeEvent(node_id, "suspected", "its connection closed")
 
     def leave(self, node_id: NodeId) -> None:
-        """Forget a node that is given up although it sends heartbeats. It counts again from its next hello."""
+        """Forget a node that is given up although it sends heartbeats. After its next hello the node counts again."""
         self._watches.pop(node_id, None)
 
     def tick(self, now: float) -> list[NodeEvent]:
-        """Suspect silent nodes and declare suspected ones lost when their time is over. Return the events."""
+        """Suspect silent nodes, and declare suspected nodes lost when their time is over. Return the events."""
         events: list[NodeEvent] = []
         for node_id, watch in sorted(self._watches.items()):
             if watch.suspected_at is None:
@@ -96,20 +96,20 @@ class Liveness:
 
     @property
     def heard_voters(self) -> int:
-        """Number of voters that are heard."""
+        """Number of voters that are connected and not suspected."""
         return sum(self.is_up(voter) for voter in self.voters)
 
     @property
     def has_majority(self) -> bool:
-        """True if a majority of the voters is heard, or no other node votes."""
+        """True if a majority of the voters is heard, or if there are no voters (a job of one node)."""
         return not self.voters or 2 * self.heard_voters > len(self.voters)
 
     def is_suspected(self, node_id: NodeId) -> bool:
-        """Return True for a node that is known and not heard at present: it is back soon, or it will be lost."""
+        """Return True if the node is known but not heard at present: it will be back soon, or be declared lost."""
         watch = self._watches.get(node_id)
         return watch is not None and watch.suspected_at is not None
 
     def is_up(self, node_id: NodeId) -> bool:
-        """Return True for a node that is known and not suspected."""
+        """Return True if the node is known and not suspected."""
         watch = self._watches.get(node_id)
         return watch is not None and watch.suspected_at is None

@@ -1,17 +1,18 @@
-"""The state that a new controller needs from earlier ones, read from the records of the event log.
+"""The state that a new controller needs from earlier controllers, read from the records of the event log.
 
-Theory. A new controller learns the present from the agents' reports. What no agent knows is in the log, which is
-written before each command is sent: the newest generation and member id ever issued, the seated members, the number of
-faults, the decided step.
+Theory. A new controller learns the present from the agents' reports. The facts that no agent knows are in the log,
+which is written before each command is sent: the newest generation and member id ever issued, the seated members, the
+number of faults, the decided step.
 
-With several nodes each line of a controller has a place (term, number). A deposed controller may have written lines
-that no other node has. The first line of a controller names the last line that its node had then (``AFTER``). A line of
-an earlier term beyond that one is void: another controller has decided without it, and its own may never have been
-carried out. The lines of a controller that was alone have no place, and are void for every leader.
+With several nodes each line of a controller has a *place*: the pair (term, number). A deposed controller may have
+written lines that no other node has. The first line of a controller names the last line that its node had at that time
+(``AFTER``). A line of an earlier term after that last line is void: another controller has decided without it, and the
+commands of the line may never have been carried out. The lines of a controller that was alone have no place. They are
+void for every leader.
 
 Invariants:
 1. ``ReplayedState.read`` of no records is the past of a new run.
-2. Generation, member id and attempt never go backwards, so nothing that was issued once is issued again.
+2. Generation, member id and attempt never go backwards, so each is issued only once.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ AFTER = "after"
 """Field of the first line of a controller: the place of the last line before it, as ``term.number``."""
 
 LinePlace = tuple[int, int]
-"""Term and number of the line of a controller."""
+"""The place of a line of a controller in the event log: term and number."""
 
 NO_PLACE: LinePlace = (0, 0)
 Line = TypeVar("Line")
 
 
 def place_of_text(text: str) -> LinePlace:
-    """Return the place that is written as ``term.number``.
+    """Return the place of a line that is written as ``term.number``.
 
     Example:
         >>> place_of_text("2.17")
@@ -50,7 +51,7 @@ def place_of_text(text: str) -> LinePlace:
 
 
 def text_of_place(place: LinePlace) -> str:
-    """Return a place as ``term.number``: the opposite of :func:`place_of_text`."""
+    """Return the place of a line as ``term.number``: the inverse of :func:`place_of_text`."""
     term, number = place
     return f"{term}.{number}"
 
@@ -61,9 +62,9 @@ def in_force(
     """Return the lines of a log that are not void, in their order.
 
     Args:
-        lines: place, data and line, in the order of the log.
-        without_place: lines without a place count: on one node no line has one, and a controller that is alone
-            continues what an earlier one has decided there.
+        lines: place, data and line of each record, in the order of the log.
+        without_place: lines without a place count. This holds on one node, where no line has a place, and for a
+            controller that is alone, because it continues the decisions of an earlier controller of its node.
     """
     kept: list[tuple[LinePlace, Line]] = []
     newest = 0
@@ -82,7 +83,7 @@ def in_force(
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The seat of one member in the newest generation that was started."""
+    """The seat of one member: node, local rank and rank."""
 
     member_id: MemberId
     rank: int
@@ -91,12 +92,12 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about earlier controllers of this run that their log records hold."""
+    """The facts about earlier controllers of this run that the records of the event log hold."""
 
-    generation: Generation = NO_GENERATION  # the newest that was issued, by a start or a fence
+    generation: Generation = NO_GENERATION  # the newest generation that was issued, by a start or a fence
     seated: Generation = NO_GENERATION  # the generation that ``seats`` belong to
     seats: tuple[Placement, ...] = ()
-    # In the seats of members that died since that start, not resumed yet; oldest first.
+    # Replacements of members that died since the start of ``seated``, oldest first; the job has not resumed with them.
     newcomers: tuple[Placement, ...] = ()
     last_member: int = 0
     attempts: int = 0
@@ -130,14 +131,15 @@ class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seated_members(self) -> dict[int, MemberId]:
-        """The newest member of each rank."""
+        """The id of the newest member of each rank, by rank."""
         return {seat.rank: seat.member_id for seat in (*self.seats, *self.newcomers)}
 
     def after(self, record: LogRecord, at_s: float | None = None) -> ReplayedState:
         """Return the state after one more record.
 
         Args:
-            at_s: when it was written, on the reader's clock; None: the writer's clock is the reader's.
+            record: the record.
+            at_s: time of the record in seconds on the reader's clock; None: writer and reader use the same clock.
         """
         data = record.data
         if at_s is not None and "at_s" in data:
@@ -146,7 +148,7 @@ class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
         return self if fold is None else msgspec.structs.replace(self, **fold(self, data))
 
     def snapshot(self, now: float) -> LogRecord:
-        """Return the whole state as one record, from which a reader may start.
+        """Return this whole state as one record, from which a later reader can start.
 
         Args:
             now: seconds on the clock of ``Answered.at_s``.
@@ -223,7 +225,7 @@ def _verdict(past: ReplayedState, data: Data) -> Changes:
 
 
 def _decided(past: ReplayedState, data: Data) -> Changes:
-    """Return the changes by a decision that may not have been carried out."""
+    """Return the changes of the state by a decision, even if the decision has not been carried out yet."""
     if data["action"] in STOP_CODE:
         action, reason = cast(Action, data["action"]), str(data["reason"])
         evidence = tuple(_list(data, "evidence"))
@@ -269,7 +271,7 @@ def _sealed(past: ReplayedState, data: Data) -> Changes:
 
 
 def _snapshot(past: ReplayedState, data: Data) -> Changes:
-    """Return the whole state of a snapshot. Its times are shifted from the writer's clock to the reader's."""
+    """Return the whole state that a snapshot holds. Its times are shifted from the writer's clock to the reader's."""
     whole = msgspec.json.decode(str(data["past"]), type=ReplayedState)
     at_s, read_s = data["at_s"], data.get("read_s", data["at_s"])
     assert isinstance(at_s, int | float) and isinstance(read_s, int | float), data

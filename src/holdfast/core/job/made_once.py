@@ -7,7 +7,7 @@ Nothing else has to be kept.
 Invariants:
 1. The first value that a rank sends under a name is its value to the end of the run.
 2. A value is in the log before it is sent to a process.
-3. A process may ask and send as often as it likes: the answer is the same.
+3. A process may ask and send any number of times: the answer is the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ NAMES_MAX = 100  # names per rank
 
 
 class MadeOnce:
-    """The values of all ranks, by rank and name."""
+    """The values that ranks keep under names (``holdfast.once``), by rank and name."""
 
     def __init__(self, job: Job, past: ReplayedState) -> None:
         self._job = job
         self._kept = {(rank, name): value for rank, name, value in past.once}
 
     def asked(self, member: Member, event: OnceAsked) -> None:
-        """Answer a rank that asks for its value under a name. Keep the value that it sends if there is none yet."""
+        """Send a rank the value that is kept under ``event.name``.
+
+        If none is kept yet, first keep the value in ``event``.
+        """
         place = member.rank, event.name
         full = False
         if event.value and place not in self._kept:

@@ -1,13 +1,13 @@
 """The members of the job, their seats, and the test for messages that are too old.
 
-Theory. A *member* is one process life and keeps its rank for life. A *roster* is the set of members that one generation
-seats. The roster outlives its members: the status page of a dead member still counts in the next decision. Ranks and
-member ids are related here and nowhere else.
+Theory. A *member* is one life of a process and keeps its rank for this life. A *roster* is the set of members that one
+generation seats. The roster outlives its members: the status page of a dead member still counts in the next decision.
+Ranks and member ids are related in this module and nowhere else.
 
 Invariants:
 1. A roster seats each rank at most once, and a member id is never seated twice.
 2. ``is_stale`` is the one test that refuses messages of older generations.
-3. Layouts are kept by rank across restarts of the same world, so a fault right after a restart finds them.
+3. Layouts are kept by rank across restarts with the same number of ranks, so a fault right after a restart finds them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from holdfast.errors import InternalError
 
 
 def is_stale(message_generation: Generation, current: Generation) -> bool:
-    """Return True when a receiver in generation ``current`` must refuse a message of ``message_generation``."""
+    """Return True if a receiver in generation ``current`` must refuse a message of ``message_generation``."""
     return message_generation < current
 
 
 class Member(msgspec.Struct, kw_only=True):
-    """One process life, as the controller knows it."""
+    """One life of a worker process, as the controller knows it."""
 
     member_id: MemberId
     rank: int
@@ -73,7 +73,7 @@ class Member(msgspec.Struct, kw_only=True):
     kill_reason: str = ""  # why the controller ordered its death; empty: it did not
     given_up: bool = False  # it survived SIGKILL: its agent is asked for its status page
     hung_at_s: float = 0.0  # time since which it hangs, if that is why it was killed
-    hung_in: str = ""  # place of the hang, when its own code is the cause
+    hung_in: str = ""  # position of the hang, if code of this process is the cause
     is_excused: bool = False  # its death was ordered because of another member's fault
     state: RankState = "starting"
     step: int = 0
@@ -83,12 +83,12 @@ class Member(msgspec.Struct, kw_only=True):
         self.state, self.step = state, step
 
     def commit(self, step: int) -> None:
-        """Record that the member has committed a step in the current generation."""
+        """Record that the member has committed a step in the current generation, and is now at ``step``."""
         self.reached = True
         self.report("ready", step)
 
     def resume(self) -> None:
-        """Record that the member continues in a new generation, in which it has committed no step."""
+        """Record that the member continues in a new generation, in which it has committed no step yet."""
         self.reached = False
 
     def condemn(
@@ -101,20 +101,20 @@ class Member(msgspec.Struct, kw_only=True):
 
     @property
     def stays(self) -> bool:
-        """True if its user code raised, but the process keeps the state until it is released."""
+        """True if the user code of this member raised, but its process keeps the state until it is released."""
         return self.failed is not None and self.failed.stays and not self.may_end
 
 
 class PublishedLayout(NamedTuple):
-    """The newest layout of one rank, and whether the rank itself sent it to this controller."""
+    """The newest layout of one rank, and whether the rank itself has sent it to this controller."""
 
     version: LayoutVersion
     layout: Layout
-    by_itself: bool  # the rank has sent it to this controller
+    by_itself: bool  # the rank has sent the layout to this controller; False: an earlier controller had it
 
 
 class Roster:
-    """The members of one generation, the dead included, and the layouts by rank."""
+    """The members of one generation, including the dead ones, and the layouts by rank."""
 
     def __init__(self) -> None:
         self.generation = NO_GENERATION
@@ -128,11 +128,11 @@ class Roster:
         self._tables: dict[bytes, bytes] = {}  # one object for equal tables
         self._versions: Counter[LayoutVersion] = Counter()  # number of layouts of each version
         self.catalogued = NO_VERSION  # the newest version whose catalogue was sent
-        self._layouts: Layouts | None = None  # of all ranks, computed on demand: each newcomer receives it
-        self._recalled = NO_VERSION  # the last version that was recalled
+        self._layouts: Layouts | None = None  # layouts of all ranks for newcomers, computed on demand
+        self._recalled = NO_VERSION  # the last version that ``recall`` has taken over
 
     def seat(self, generation: Generation, members: Iterable[Member]) -> None:
-        """Replace all members."""
+        """Replace all members by ``members`` of a new generation."""
         self.generation = generation
         self._members = {}
         self._ranks = {}
@@ -143,7 +143,7 @@ class Roster:
         """Seat one more member.
 
         Raises:
-            InternalError: its rank or its id is taken.
+            InternalError: the rank or the id of the member is taken.
         """
         if member.member_id in self._members or self._ranks.get(member.rank) in self._members:
             raise InternalError(f"rank {member.rank} or member {member.member_id} is seated already")
@@ -162,8 +162,8 @@ class Roster:
                 member.exited = msgspec.structs.replace(member.exited, kept=())
 
     def bury(self, member: Member, exited: MemberExited) -> None:
-        """Record that the process of a member has ended."""
-        homes = self._by_node()  # made from the living, this member included
+        """Record that the process of a member has ended. ``exited``: the report of its agent."""
+        homes = self._by_node()  # computed from the living members, this member included
         place = bisect_left(self.living, member.rank, key=lambda m: m.rank)
         self._living = [*self.living[:place], *self.living[place + 1 :]]
         homes[member.node_id] = [m for m in homes[member.node_id] if m is not member]
@@ -173,7 +173,7 @@ class Roster:
         self._dead = None
 
     def reseat(self, member: Member) -> None:
-        """Give the seat of a dead member to its replacement.
+        """Give the seat of a dead member to its replacement ``member``.
 
         Raises:
             InternalError: the member that has the seat lives.
@@ -186,11 +186,11 @@ class Roster:
         self.add(member)
 
     def get(self, member_id: MemberId) -> Member | None:
-        """Return the member, or None when it does not belong to this roster."""
+        """Return the member with this id, or None if it does not belong to this roster."""
         return self._members.get(member_id)
 
     def at(self, rank: int) -> Member | None:
-        """Return the member in the seat of ``rank``, dead or alive, or None."""
+        """Return the member in the seat of ``rank``, dead or alive; None: the seat is empty."""
         member_id = self._ranks.get(rank)
         return None if member_id is None else self._members[member_id]
 
@@ -221,7 +221,7 @@ class Roster:
 
     @property
     def nodes(self) -> KeysView[NodeId]:
-        """The nodes on which members live."""
+        """The nodes that have living members."""
         return self._by_node().keys()
 
     def _by_node(self) -> dict[NodeId, list[Member]]:
@@ -232,9 +232,10 @@ class Roster:
         return self._homes
 
     def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
-        """Keep a layout. Return all layouts if it completes a version; otherwise None.
+        """Keep the layout that a rank has published. Return all layouts if it completes a version; otherwise None.
 
-        They are returned too when the rank sends the same layout again: the answer may have been lost with its agent.
+        If the rank sends the same layout again, all layouts are also returned: the answer may have been lost with its
+            agent.
         """
         before = self.layouts.get(layout.rank)
         again = before is not None and before.by_itself and before.version == layout.version
@@ -245,12 +246,12 @@ class Roster:
         return self.all_layouts()
 
     def agreed(self, world_size: int) -> LayoutVersion:
-        """Return the version that all layouts have; NO_VERSION while one is missing or has another version."""
+        """Return the version that all layouts have; NO_VERSION: a layout is missing or has another version."""
         version, ranks = max(self._versions.items(), key=itemgetter(1), default=(NO_VERSION, 0))
         return version if ranks == world_size else NO_VERSION
 
     def recall(self, catalogued: Catalogued, world_size: int) -> None:
-        """Take over layouts that an earlier controller sent, for the ranks that have not sent theirs to this one.
+        """Take over layouts that an earlier controller sent, for ranks that have not sent theirs to this controller.
 
         Layouts of another number of ranks are left out: they are from before the job was resized.
         """
@@ -261,7 +262,7 @@ class Roster:
             for rank, layout in catalogued.layouts.by_rank().items():
                 if rank not in self.layouts:
                     self._keep(rank, catalogued.version, layout, by_itself=False)
-        if catalogued.member_id == EVERYBODY:  # otherwise only one worker has it
+        if catalogued.member_id == EVERYBODY:  # otherwise only one worker has this catalogue
             self.catalogued = max(self.catalogued, catalogued.version)
 
     def _keep(self, rank: int, version: LayoutVersion, layout: Layout, *, by_itself: bool) -> None:
@@ -277,18 +278,18 @@ class Roster:
         self.layouts[rank] = told
 
     def all_layouts(self) -> Layouts:
-        """Return the newest layout of each rank. Do not change it."""
+        """Return the newest layout of each rank. Do not change the returned value."""
         if self._layouts is None:
             self._layouts = Layouts.of({rank: told.layout for rank, told in sorted(self.layouts.items())})
         return self._layouts
 
     def forget_layouts(self) -> None:
-        """Forget all layouts: the job has another number of ranks, for which they are of no use."""
+        """Forget all layouts: the job has another number of ranks now, for which they are of no use."""
         self.layouts, self._tables, self._versions = {}, {}, Counter()
         self._layouts, self._recalled = None, NO_VERSION
 
     def check(self) -> None:
-        """Raise InternalError when an invariant is broken."""
+        """Raise InternalError if two members share a rank, or a member is both alive and ended."""
         ranks = [m.rank for m in self.members]
         if len(set(ranks)) != len(ranks):
             raise InternalError(f"two members share a rank: {ranks}")
@@ -303,7 +304,7 @@ def node_order(node_id: NodeId) -> tuple[int, str]:
 
 
 def place_alone(node_id: NodeId) -> int:
-    """Return the number of a node that decides alone, from 1, for ``Config.alone``.
+    """Return the number, from 1, of a node whose controller decides without a majority, for ``Config.alone``.
 
     The number follows from the name only, because nodes that are cut off from each other may know different
     electorates. If two such nodes had one number, their generations and the names of their checkpoints would be equal.
@@ -327,12 +328,12 @@ def assign(
     Args:
         slots: nodes and their numbers of slots.
         world_size: the number of ranks.
-        first_member: the member id of rank 0; the others follow.
-        before: the node that each rank had. A rank stays there if it can, so a spare node takes the place of a lost
-            one.
+        first_member: the member id of rank 0; the ids of the other ranks follow.
+        before: the node that each rank had. A rank stays on its node if possible, so a spare node gets the ranks of a
+            lost node.
 
     Returns:
-        Assignments per node; empty when there are not enough slots.
+        The assignments of each node; empty if there are not enough slots.
     """
     if sum(count for _, count in slots) < world_size:
         return {}

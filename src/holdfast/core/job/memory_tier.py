@@ -1,4 +1,4 @@
-"""The steps that the memory tier can restore, given the states that each rank has in it.
+"""The steps that the memory tier can restore, given the states that each rank has in shared memory.
 
 Theory. Every rank keeps its newest states in shared memory. All ranks keep the states of the same steps. A lost rank
 that kept the decided step is replaced as if a peer had held its boxes. Otherwise all ranks go back to the newest step
@@ -6,11 +6,11 @@ of which every rank has a state, and run the later steps again. The repeated ste
 lost.
 
 A rank may also have left a log of the updates since its newest state. Then its boxes can be computed for each step that
-the log reaches. The rest comes from the living ranks, which stay at their step.
+the log reaches. The other boxes come from the living ranks, which stay at their step.
 
 Invariants:
-1. A state of step s stands for its rank at step s and nothing else: steps are never mixed.
-2. No rank goes back below a step that is sealed on disk: that checkpoint would cost less.
+1. A state of step s restores its rank at step s and at no other step: steps are never mixed.
+2. No rank goes back to a step before one that is sealed on disk: that checkpoint would cost fewer steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from holdfast.core.protocol.messages import Settled
 NONE = -1
 
 Elsewhere = Mapping[int, frozenset[int]]
-"""States that other nodes keep: the steps by rank."""
+"""States that nodes keep in memory for ranks of other nodes: the steps by rank."""
 
 
 def kept_by(
     members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> dict[int, frozenset[int]]:
-    """Return the steps of which each rank has a state.
+    """Return, for each rank, the steps of which a state of this rank is in memory.
 
-    A living rank lists its steps in the answer to the fence. For a dead rank its agent found them. Other nodes may keep
-    further states.
+    A living rank lists its steps in the answer to the fence. For a dead rank its agent has listed them. Other nodes may
+    keep further states of the rank.
     """
     return {
         m.rank: frozenset(
@@ -51,9 +51,9 @@ def kept_by(
 def replayed(
     decided: Decision, members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> bool:
-    """Return True if the lost ranks can be replaced at the decided step only with logs of updates.
+    """Return True if the lost ranks can be replaced at the decided step, and at least one of them only with its log.
 
-    Each of them has left a state of that step or a log that leads to it, and at least one has only the log.
+    Every lost rank must have left a state of that step, or a log of updates that leads to the step.
     """
     if decided.step is None or not decided.sources:
         return False
@@ -67,7 +67,7 @@ def replayed(
 
 
 def newest_complete(kept: Mapping[int, Collection[int]], limit: int) -> int:
-    """Return the newest step, at most ``limit``, of which every rank has a state; ``NONE`` when there is none."""
+    """Return the newest step, at most ``limit``, of which every rank has a state; ``NONE``: there is no such step."""
     common = frozenset.intersection(*map(frozenset, kept.values())) if kept else frozenset()
     return max((step for step in common if step <= limit), default=NONE)
 

@@ -1,8 +1,9 @@
-"""The faults of nodes as events of the job: counted, recorded, and announced when a node is left out or used again.
+"""The faults of nodes as events of the job: they are counted and recorded, and left-out nodes are announced.
 
-Theory. ``core/job/failed_nodes.py`` has the rule. A fault is recorded when it is counted, so that the next controller
-also counts it. The answer about a failing node is announced at a heartbeat and not at once: right after the start of a
-controller a node with free slots may not have connected yet. The placement of ranks does not wait for the announcement.
+Theory. ``core/job/failed_nodes.py`` has the rule by which a node with too many faults is *failing*: it is then left
+out (has no ranks), or kept. A fault is recorded when it is counted, so that the next controller also counts it. The
+answer about a failing node is announced at a heartbeat and not at once: right after the start of a controller a node
+with free slots may not have connected yet. The placement of ranks does not wait for the announcement.
 
 Invariants:
 1. One record is written for each fault that counts, and one for each change of the answer about a node.
@@ -22,7 +23,7 @@ BY_HAND = "a user takes it back"
 
 
 def count_fault(now: float, job: Job, member: Member, fault: Fault) -> None:
-    """Count a fault of a member against its node, if the host may be the cause of the fault."""
+    """Count a fault of a member against the member's node, if the host may be the cause of the fault."""
     exited, failure = member.exited, fault.failure
     signal = exited.signal if exited is not None else None
     without_page = exited is not None and exited.detail == NO_PAGE
@@ -43,7 +44,7 @@ def count_fault(now: float, job: Job, member: Member, fault: Fault) -> None:
 
 
 def count_loss(now: float, job: Job, node_id: NodeId) -> None:
-    """Count the loss of a node that was not asked to leave as a fault of this node."""
+    """Count the loss of a node as a fault of this node, unless the node was asked to leave."""
     occurrence = job.failed.nodes.next_loss()
     _count(now, job, NodeFault(node_id=node_id, at_s=now, cause=LOST, occurrence=occurrence))
 
@@ -65,7 +66,10 @@ def _count(now: float, job: Job, fault: NodeFault) -> None:
 
 
 def announce(now: float, job: Job) -> None:
-    """Record each failing node that is now left out or kept, and each node that is used again after the window."""
+    """Record each failing node that is now left out or kept, and each node that is used again.
+
+    A node is used again when its last fault is older than the window.
+    """
     nodes = job.failed.nodes
     nodes.look(now)
     for node_id in sorted(nodes.announced.keys() - set(nodes.failing), key=node_order):
@@ -83,7 +87,7 @@ def announce(now: float, job: Job) -> None:
 
 
 def take_back(job: Job, node_id: NodeId) -> None:
-    """Forget the faults of a failing node, because a user wants it to be used."""
+    """Forget the faults of a failing node, because a user wants the node to be used again."""
     if node_id in job.failed.nodes.failing:
         _use_again(job, node_id, BY_HAND)
 

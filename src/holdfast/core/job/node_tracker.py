@@ -1,15 +1,15 @@
-"""Nodes and processes of the job: which ran where, which came back and which are lost.
+"""Nodes and processes of the job: which process ran on which node, which came back and which are lost.
 
-Theory. An agent is trusted about the processes of its node. When an agent joins, its hello lists the living processes.
-Next it repeats what it knows of each worker (exits, layouts, last messages). Then its heartbeats begin. So the first
+Theory. An agent's reports about the processes of its node count as facts. Its hello lists the living processes.
+Next it repeats the last messages of each worker (exits, layouts and others). Then its heartbeats begin. So the first
 heartbeat after a hello closes the list. A member that is not in the list and was not reported dead is lost, and has
 left no status page. A controller of a later term seats the members of the event log and waits for these lists
 ("adopting"). Then it either leaves all workers undisturbed or starts a recovery.
 
 Invariants:
-1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or unkillable.
-2. A process that is not seated is ordered to leave, whatever it reports.
-3. An agent that returns within the adoption bound with all its members causes no fault.
+1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or as unkillable.
+2. A process that is not a member is ordered to leave, whatever it reports.
+3. If an agent returns within the adoption limit with all its members, no fault is counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from holdfast.exit_codes import Exit
 
 
 class NodeTracker:
-    """The part of the controller that tracks agents and processes. ``job`` is shared with the controller."""
+    """The part of the controller that tracks agents and processes.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery, ending: Shutdown, past: ReplayedState) -> None:
         self.job = job
@@ -49,10 +52,10 @@ class NodeTracker:
         self.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone)
         self._rolled: tuple[NodeId, ...] = ()  # the list of nodes last sent to the agents
         self._may_roll = False
-        self._undecided_s: float | None = None  # since when no majority is heard; None: one is
+        self._undecided_s: float | None = None  # start of the time without a majority; None: there is one
 
     def start(self) -> None:
-        """Arm the timers. Seat the members that had a seat when an earlier controller wrote its last record."""
+        """Set the timers. In a later term, seat the members that had a seat in the last record of the event log."""
         job = self.job
         job.timer("beat", job.config.beat_s)
         job.timer("startup", job.config.startup_s)
@@ -61,7 +64,7 @@ class NodeTracker:
             # With one voter (the survivor of two hosts that a witness chose) members may still be on several nodes.
             if job.liveness.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
                 job.timer("rejoin", job.config.rejoin_s)
-            # The dead of the log whose seats were given away are no members. What they left is evidence.
+            # Dead members of the log whose seats were given away are no members. Their status pages are evidence.
             newest = {s.rank: s for s in (*self._past.seats, *self._past.newcomers)}
             joining = {s.member_id for s in self._past.newcomers}
             members = [
@@ -81,7 +84,7 @@ class NodeTracker:
     # ---------------------------------------------------------------- agents
 
     def agent_hello(self, now: float, event: AgentHello) -> None:
-        """Handle the hello of an agent that joins or rejoins, with the list of its members."""
+        """Handle the hello of an agent that joins or rejoins, with the list of its living members."""
         job = self.job
         self._back(event.node_id)
         job.slots[event.node_id] = event.slots
@@ -89,7 +92,7 @@ class NodeTracker:
             job.hosts[event.node_id] = (event.host, event.port)
         job.liveness.hello(event.node_id, now)
         job.record("agent_joined", node=str(event.node_id), pid=event.pid, slots=event.slots)
-        self._rolled = ()  # this agent may be the successor of the one that got the list
+        self._rolled = ()  # this agent may be the successor of an agent that received the list
         self._roll()
         seen = {m.member_id: m for m in event.members}
         for member in job.roster.on_node(event.node_id):
@@ -119,10 +122,10 @@ class NodeTracker:
         self._launch_waiting(now)
 
     def _roll(self) -> None:
-        """Send the agents the list of present nodes. The electorate (the voters) follows it, one change at a time.
+        """Send the agents the list of present nodes, from which the leader changes the electorate, one voter at a time.
 
-        Nothing is sent until every voter has joined or its time to join is over. A list sent earlier would lack
-        voters that are alive but have not joined yet, and would cost them their vote.
+        Nothing is sent until every voter has joined or its time to join is over. A list sent earlier would lack voters
+        that are alive but have not joined yet, and these would lose their vote.
         """
         job, present = self.job, self.job.liveness.present
         self._may_roll = self._may_roll or set(job.liveness.voters) <= set(present)
@@ -132,19 +135,22 @@ class NodeTracker:
                 job.send_node(node_id, Rolled(up=present))
 
     def _launch(self, now: float) -> None:
-        """Start the ranks for the first time, if there are enough nodes."""
+        """Start the ranks of the job for the first time, if enough nodes have joined."""
         job = self.job
         idle = not job.roster.members and self.ending.stopping is None
         if idle and not job.config.library and len(job.slots) >= job.config.nnodes:
             self.recovery.launch(now)
 
     def _launch_waiting(self, now: float) -> None:
-        """Start the ranks that wait for nodes. A node that was only silent for a while sends no second hello."""
+        """Start ranks that wait for nodes, if there is room now.
+
+        Each heartbeat calls this, because a node that was only silent for a while sends no second hello.
+        """
         if self.recovery.phase == "waiting" and self.job.fits:
             self.recovery.launch(now)
 
     def agent_beat(self, now: float, node_id: NodeId) -> None:
-        """Handle a heartbeat. The first one after a hello closes that node's list of members."""
+        """Handle a heartbeat. The first heartbeat after a hello closes the list of members of that node."""
         if self.job.liveness.is_suspected(node_id):
             self._back(node_id)
         self.job.liveness.beat(node_id, now)
@@ -167,7 +173,7 @@ class NodeTracker:
             self.ending.remind(member)
 
     def _back(self, node_id: NodeId) -> None:
-        """Start the time limits of the members of a node again, because orders reach the node from now on."""
+        """Start the time limits of a node's members from the beginning, because orders reach the node from now on."""
         for member in self.job.roster.on_node(node_id):
             self.recovery.bounds.moved(member.member_id)
 
@@ -178,9 +184,9 @@ class NodeTracker:
             self.job.record("node_suspected", node=str(node_id), reason=event.reason)
 
     def node_lost(self, now: float, node_id: NodeId, reason: str) -> None:
-        """Treat the node as lost if a majority of the agents is still connected.
+        """Treat a node as lost, with all its members, if a majority of the agents is still connected.
 
-        Without a majority this controller decides nothing more.
+        Without a majority this controller stands down.
         """
         job = self.job
         job.slots.pop(node_id, None)
@@ -222,7 +228,7 @@ class NodeTracker:
         self.member_exited(now, exited)
 
     def _adopt_if_closed(self, now: float) -> bool:
-        """Adopt the living members when every node has joined and closed its list, or is lost. Return True then."""
+        """Adopt the living members once every node is lost or has closed its list. Return True if that happened now."""
         job = self.job
         if not self.adopting or self._returning or job.ended or not job.roster.nodes <= job.slots.keys():
             return False
@@ -230,7 +236,7 @@ class NodeTracker:
         return True
 
     def _adopt(self, now: float) -> None:
-        """Continue undisturbed if no member was lost while the controller was replaced; otherwise start a recovery."""
+        """Leave the workers undisturbed. If a member was lost while the controller was replaced, start a recovery."""
         job, roster = self.job, self.job.roster
         self.adopting = False
         dead = [m for m in roster.members if not m.alive]
@@ -250,23 +256,23 @@ class NodeTracker:
             job.release(job.step)
             self.ending.exited()
         elif faults:
-            self.recovery.fault(now, *faults)  # together: with no member alive the first fault restarts all
+            self.recovery.fault(now, *faults)  # in one call: with no member alive the first restarts all
         elif fenced and not fencing:
             what = "the controller was replaced during a recovery"
             self.recovery.member_fault(now, roster.members[0], "controller", what)
         elif dead:
             self.ending.exited()
         if fencing or not (faults or fenced):
-            for member in roster.living:  # those that came last have received nothing yet
+            for member in roster.living:  # members whose agents came last have received no order yet
                 self.recovery.remind(member)
                 self.ending.remind(member)
         if not job.ended:
-            self.recovery.progress(now)  # a fault that was reported meanwhile waited for these lists
+            self.recovery.progress(now)  # a fault that was reported before has waited for these lists
 
     # ---------------------------------------------------------------- processes
 
     def worker_hello(self, now: float, event: WorkerHello) -> None:
-        """Handle the hello of a worker whose client is connected, for the first time or again."""
+        """Handle the hello of a worker that has connected, for the first time or again."""
         job = self.job
         member = job.roster.get(event.member_id)
         if member is None and job.config.library and self.ending.stopping is None:
@@ -291,7 +297,10 @@ class NodeTracker:
             self.recovery.progress(now)
 
     def _join_library(self, event: WorkerHello) -> Member | None:
-        """Seat a worker that another launcher started (library mode). It brings its id. Ranks lie in blocks by node."""
+        """Seat a worker that another launcher started (library mode), with the member id that it brings.
+
+        Ranks are placed in blocks by node. Return None if the worker has no seat.
+        """
         job = self.job
         per_node = job.config.world_size // job.config.nnodes
         node_id = (
@@ -312,7 +321,7 @@ class NodeTracker:
         return member
 
     def member_started(self, now: float, event: MemberStarted) -> None:
-        """Record that a worker process exists."""
+        """Record the report of an agent that a worker process exists."""
         member = self.job.roster.get(event.member_id)
         if member is not None and not member.started:
             member.started, member.started_s, member.pid = True, now, event.pid
@@ -389,7 +398,7 @@ class NodeTracker:
     # ---------------------------------------------------------------- time
 
     def tick(self, now: float, name: str) -> bool:
-        """Handle one of the timers of this class. Return False when the name belongs to another class."""
+        """Handle one of the timers of this class. Return False if ``name`` belongs to another class."""
         kind, _, number = name.partition(":")
         if kind == "beat":
             self._beat(now)
@@ -405,7 +414,7 @@ class NodeTracker:
         elif kind in ("kill", "failing"):
             member = self.job.roster.get(MemberId(int(number)))
             if member is not None and member.alive and kind == "failing":
-                if self.job.liveness.is_suspected(member.node_id):  # its order may not have arrived
+                if self.job.liveness.is_suspected(member.node_id):  # it may not have received the order
                     self.job.timer(name, self.job.config.failing_s)
                 else:
                     self.job.time_out(member, "did not exit after its exception")
@@ -416,8 +425,8 @@ class NodeTracker:
         return True
 
     def _give_up(self, now: float, member: Member) -> None:
-        """Give up a member that survives SIGKILL. Its agent is asked for the status page, which never changes again."""
-        if member.given_up:  # its agent does not answer, either
+        """Give up a member that survives SIGKILL. Ask its agent for its status page, which never changes again."""
+        if member.given_up:  # the agent of the member has not answered either
             self._lose(now, member, "does not die; it is given up")
             return
         member.given_up = True
@@ -437,12 +446,15 @@ class NodeTracker:
                 self.node_lost(now, event.node_id, event.reason)
         self._adopt_if_closed(now)
         self._look_at_majority(now)
-        if self._may_roll and not self.adopting:  # otherwise a node with free slots may be about to come
+        if self._may_roll and not self.adopting:  # otherwise a node with free slots may be about to join
             announce(now, job)
         self.recovery.grow(now)
 
     def _look_at_majority(self, now: float) -> None:
-        """Continue what waits for a majority of the voters. Stand down if none is heard for too long."""
+        """Continue the work that waits for a majority of the voters.
+
+        Stand down if no majority is heard for too long.
+        """
         job = self.job
         if job.decides:
             self._undecided_s = None
@@ -456,7 +468,7 @@ class NodeTracker:
             job.stand_down(f"only {job.liveness.heard_voters} of {len(job.liveness.voters)} agents are heard")
 
     def _startup(self, now: float) -> None:
-        """Remove the members that have not reported in the start-up time, or end the run if no agent has."""
+        """Remove the members that have not reported within the start-up time. If no agent has reported, end the run."""
         job = self.job
         bound = f"within {job.config.startup_s:g} s"
         if self.recovery.phase == "waiting" and not job.decides:
@@ -478,7 +490,7 @@ class NodeTracker:
         late = [m for m in job.roster.living if not m.started or (python and not m.said_hello)]
         if not late or job.config.library:
             return
-        if any(job.liveness.is_suspected(m.node_id) for m in late):  # what they report may be on the way
+        if any(job.liveness.is_suspected(m.node_id) for m in late):  # their reports may be on the way
             job.timer("startup", job.config.adoption_s)
             late = [m for m in late if not job.liveness.is_suspected(m.node_id)]
         job.record("startup_late", ranks=[m.rank for m in late])

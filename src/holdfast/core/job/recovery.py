@@ -1,22 +1,22 @@
-"""The state machine of a recovery: from the first sign of a fault to a committed step at full size.
+"""The state machine of a recovery: from the first sign of a fault to a committed step of all ranks.
 
 Theory. A recovery is in one phase (``core/decide/recovery_phases.py``). The phase determines the order that each
-member receives and the condition that ends the phase. The decision is kept as one value, the plan. The six phases that
-users see (detected, fenced, quiesced, planned, restored, resumed) are the times of transitions of this state machine.
-The pure function ``decide`` computes the step of the job from the reports of the ranks of the old generation. The
-status page of a dead rank stands for its report. A second fault before the decision becomes part of the same recovery.
-A second fault after the decision starts the recovery again at the fence, under a new generation. All orders are
-idempotent by generation, so ``remind`` may repeat an order to a member that has connected again.
+member receives and the condition that ends the phase. The decision is kept as one value, the plan. Users see six phases
+(detected, fenced, quiesced, planned, restored, resumed): these are the times of transitions of this state machine. The
+pure function ``decide`` computes the step of the job from the reports of the ranks of the old generation. For a dead
+rank its status page is the report. A second fault before the decision becomes part of the same recovery. A second fault
+after the decision starts the recovery again at the fence, under a new generation. All orders are idempotent by
+generation, so ``remind`` may repeat an order to a member that has connected again.
 
 Terms. A *source* is a rank that holds the state of the decided step and saves it or gives it to replacements. A rank
 *leaves* when its process ends on the controller's order.
 
 Invariants:
-1. A decision is made only when each rank of the old generation has reported to the newest fence or is
-   confirmed dead, and only while a majority of the voters is heard.
+1. A decision is made only when each rank of the old generation has reported to the newest fence or is confirmed dead,
+   and only while a majority of the voters is heard.
 2. There is one decision per generation, and it is recorded before any order is sent.
-3. The step of the job is never below a step that a living rank has committed, nor above a step that a rank entered
-   UPDATING for.
+3. The step of the job is never below a step that a living rank has committed. It is never above the step after the
+   newest update that some rank has begun.
 4. Only ranks that are at the decided step, or can be brought there, are sources of a save.
 5. New members start only when every old member is gone, or as replacements of dead members beside the survivors.
 6. A newcomer is a full member from ``SessionOpened`` on, when it holds its state. A fault before that removes the
@@ -67,11 +67,14 @@ from holdfast.exit_codes import Exit
 from holdfast.text import plural
 
 DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
-"""Phases that a fault of a newcomer counts as passed, because the decision that started it still holds."""
+"""Phases that the fault of a newcomer has passed from the beginning, because the decision to start it still holds."""
 
 
 class Recovery:
-    """The state machine inside the controller that handles faults. ``job`` is shared with the controller."""
+    """The state machine inside the controller that handles faults.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -87,7 +90,7 @@ class Recovery:
         self.reports: dict[int, Settled] = {}
         self.openings = SessionOpenings()
         self._turns = 0  # epochs and phases finished by the whole job: the maximum of the reports
-        self._reason = ""  # of the newest order to fence or to leave
+        self._reason = ""  # the reason in the newest order to fence or to leave
         self._resume = ""  # state that all ranks start from; empty: the newest checkpoint
         self._outcome = (Exit.RESTART, "")  # exit code and reason with which all ranks leave
         self._grown_on: frozenset[NodeId] = frozenset()
@@ -100,20 +103,20 @@ class Recovery:
 
     @property
     def only_replaces(self) -> bool:
-        """True while replacements start that take their state from the survivors."""
+        """True while replacements start that take their state from living ranks."""
         replaces = self.plan is not None and self.plan.verdict.action == "replace"
         return replaces and self.phase in ("preparing", "replacing")
 
     @property
     def ends(self) -> bool:
-        """True while the last checkpoint of the run is compared or written, or all ranks leave after that."""
+        """True while the last checkpoint of the run is compared or written, or all ranks leave after it."""
         ends = self.plan is not None and self.plan.end(library=self.job.config.library) is not None
         return ends and self.phase in ("comparing", "saving", "ending")
 
     # ---------------------------------------------------------------- events
 
     def launch(self, now: float) -> None:
-        """Start the members: for the first time, or when enough nodes are connected again."""
+        """Start the members: for the first time, or because enough nodes are connected again."""
         if self.phase == "idle":
             self.job.next_generation()
         self._go("launch")
@@ -124,7 +127,7 @@ class Recovery:
         self._go("launch")
 
     def adopt(self, now: float, *, in_place: bool) -> None:
-        """Continue the phase of an earlier controller, after all agents have reported to this one.
+        """Continue the phase of an earlier controller, after all agents have reported to this controller.
 
         The members have been started. Their sessions may be open.
 
@@ -143,11 +146,11 @@ class Recovery:
     def member_fault(
         self, now: float, member: Member, kind: FaultKind, what: str, failure: Failure | None = None
     ) -> None:
-        """Handle a fault of one member. Its time is the time of the death if the member is dead."""
+        """Handle a fault of one member. If the member is dead, the time of the fault is the time of the death."""
         self.fault(now, Fault.of(member, kind, what, now, failure))
 
     def suspect(self, now: float, member: Member, seen: FaultSeen) -> None:
-        """Handle a broken collective: wait some time for a death that explains it."""
+        """Handle a broken collective: wait ``fault_grace_s`` for a death that explains it."""
         if (self.phase, "suspect") not in PHASES:
             return
         self._go("suspect")
@@ -155,7 +158,7 @@ class Recovery:
         self.job.timer("grace", self.job.config.fault_grace_s)
 
     def fault(self, now: float, fault: Fault, *more: Fault) -> None:
-        """Handle a certain fault, and those in ``more`` with it.
+        """Handle a fault that is certain, not only suspected, and the faults in ``more`` together with it.
 
         Before the decision the fault becomes part of the current fence. After the decision it causes a new fence. A
         newcomer that dies before it has joined causes no fence if another newcomer can take its seat.
@@ -181,13 +184,16 @@ class Recovery:
             self.fence(now, f"rank {fault.rank} {fault.what}")
 
     def opened(self, now: float) -> None:
-        """Handle the opening of a session. The last one of a start shows the step to which the job was restored."""
+        """Handle the opening of a session.
+
+        When all sessions are open, the smallest of their steps is the step to which the job was restored.
+        """
         job = self.job
         members = job.roster.members
         if not self.openings.check(members, job.world_size):
             return
         if self.rules.order in ("settle", "leave"):
-            return  # sent before the decision, received after it: the decision is newer
+            return  # the report was sent before the decision and received after it: the decision is newer
         steps = [m.opened_step for m in members if m.opened_step is not None]
         lost = max(0, job.step - min(steps))
         self.faults.cost(lost)
@@ -219,7 +225,7 @@ class Recovery:
         rewind = STAY if self.plan is None else self.plan.rewind
         if report.state == "torn" and self.rules.order == "settle":
             self.fence(now, f"the update of rank {member.rank} failed")
-        elif report.away and self.rules.in_place:  # it left the loop after it had answered
+        elif report.away and self.rules.in_place:  # the rank left the loop after it had answered the fence
             self.fence(now, f"rank {member.rank} has left its loop")
         elif self.rules.in_place and report.rewind < 0 <= rewind < report.step:
             self.fence(now, f"rank {member.rank} has left the loop that all go back into")
@@ -229,7 +235,7 @@ class Recovery:
     def offered(self, member: Member, offer: StateOffered) -> None:
         """Record the offer of a survivor to serve its state.
 
-        When all sources have offered, send newcomers the order to receive.
+        When all sources have offered, send the newcomers the order to receive.
         """
         if self.replacement.offered(member, offer) and self.phase == "replacing":
             for newcomer in filter(lambda m: m.joining, self.job.roster.living):
@@ -238,7 +244,7 @@ class Recovery:
     def refused(self, now: float, member: Member, refusal: StateRefused) -> None:
         """Handle a refusal: the state in the memory of a rank is damaged, or no newcomer can join.
 
-        The decision is then made again without that state.
+        A new fence then leads to another decision, without that state.
         """
         self.job.record("state_refused", rank=member.rank, step=refusal.step, reason=refusal.reason)
         if refusal.alone:
@@ -268,7 +274,7 @@ class Recovery:
         return self.digests.by_rank if complete else None
 
     def digests_equal(self) -> None:
-        """Start the save or the transfer of the state, after all layouts are published and the digests are equal."""
+        """Start the save or the transfer of the state, because all layouts are published and the digests are equal."""
         saves = self.phase == "comparing"
         self._go("save" if saves else "replace")
         self.bounds.end("vouch")
@@ -290,7 +296,7 @@ class Recovery:
             self.fence(now, f"the save failed: {self.gasp.error}")
 
     def exited(self, now: float, member: Member) -> None:
-        """Handle the end of a member's process. If the end is a fault, ``fault`` has been called before."""
+        """Handle the end of a member's process. If that end is a fault, ``fault`` was called before."""
         self.faults.exited(member)
         awaited = member.rank in self.gasp.writing or member.rank in self.digests.awaited
         if self.phase in ("comparing", "saving") and awaited:
@@ -299,7 +305,7 @@ class Recovery:
             self.progress(now)
 
     def tick(self, now: float, name: str) -> None:
-        """Handle a timer of this state machine."""
+        """Handle a timer of this state machine, named ``name``."""
         living = self.job.roster.living
         if name == "grace" and self.phase == "grace" and self.faults.suspected is not None:
             self.fault(now, self.faults.suspected)
@@ -310,7 +316,7 @@ class Recovery:
                     and not self.openings.complete
                     and member.rank not in self.reports
                 ):
-                    self.job.kill(member, "did not answer while starting")  # as expected: no session is open
+                    self.job.kill(member, "did not answer while starting")  # it cannot without a session
         else:
             self.awaited.tick(name)
 
@@ -319,9 +325,9 @@ class Recovery:
         self._go("stop")
 
     def grow(self, now: float) -> None:
-        """Restart all ranks from a checkpoint written now if more ranks can run.
+        """Restart all ranks from a checkpoint written now, if the nodes have room for more ranks.
 
-        Try this once for each set of nodes.
+        This is tried once for each set of nodes.
         """
         job = self.job
         if self.phase != "idle" or job.room() <= job.world_size or job.exit_source or not job.session:
@@ -365,7 +371,7 @@ class Recovery:
                 self._recovered(now)
 
     def _let_go(self) -> bool:
-        """Let members whose user code raised an exception end, unless only they hold a part of the state.
+        """Let the members end in which user code raised an exception, unless only they hold a part of the state.
 
         Returns: True if the recovery must wait until these members are gone.
         """
@@ -494,7 +500,7 @@ class Recovery:
             self.remind(member)
 
     def _standing_order(self, member: Member) -> Message | None:
-        """Return the message that the current phase prescribes for a member; None if there is none."""
+        """Return the message that the current phase prescribes for a member; None: it prescribes no message."""
         rules, job = self.rules, self.job
         member_id, generation = member.member_id, job.generation
         replacement = member.joining and rules.to_replacement is not None
@@ -534,13 +540,13 @@ class Recovery:
         )
 
     def _has_answered(self, member: Member) -> bool:
-        """Return whether a member has answered the fence. A member that is being killed counts only when it is gone."""
+        """Return whether a member has answered the fence. A member that is being killed counts only once it is gone."""
         if member.is_excused or (member.failed is not None and not member.stays):
             return False
         return member.rank in self.reports
 
     def is_there(self, member: Member) -> bool:
-        """Return whether a member is at the step of the decision, or can go back to it."""
+        """Return whether a member is at the step of the decision, or can go back to that step."""
         report = self.reports.get(member.rank)
         if report is None or report.state not in ("ready", "aborted", "finished"):
             return False
@@ -577,7 +583,10 @@ class Recovery:
         self.progress(now)
 
     def _leave(self, now: float, reason: str, resume: str) -> None:
-        """Order all members to leave. After that the run ends, or all start again from ``resume``."""
+        """Order all members to leave.
+
+        After that the run ends, or all ranks start again from the state named ``resume``.
+        """
         job = self.job
         assert self.plan is not None
         end = self.plan.end(library=job.config.library)

@@ -18,7 +18,7 @@ STAY = -1
 
 
 class RecoveryPlan(msgspec.Struct, frozen=True):
-    """The decision and the verdict for one generation."""
+    """The decision and the verdict of the ladder for one generation."""
 
     decided: Decision
     verdict: LadderVerdict
@@ -30,18 +30,18 @@ class RecoveryPlan(msgspec.Struct, frozen=True):
 
     @property
     def rewind(self) -> int:
-        """The step whose state in memory the survivors go back to; ``STAY``: they keep the decided step."""
+        """The step whose state in memory the survivors go back to; ``STAY``: they stay at the decided step."""
         step = self.verdict.memory_step
         return step if self.takes_kept and step != self.decided.step else STAY
 
     @property
     def resume(self) -> str:
-        """Name of the state in memory from which all ranks start again; empty: the newest checkpoint."""
+        """Name of the states in memory from which all ranks start again; empty: they start from a checkpoint."""
         from_memory = self.verdict.action == "restart_from_memory"
         return memory_name(self.verdict.memory_step) if from_memory else ""
 
     def end(self, *, library: bool) -> tuple[Exit, str] | None:
-        """Return the exit code and the reason with which the run ends; None: all ranks start again or are replaced.
+        """Return exit code and reason if this plan ends the run; None: ranks start again or are replaced.
 
         Args:
             library: the processes belong to another launcher, and only that launcher can start them.

@@ -8,7 +8,7 @@ belong to one rank only, such as its position in the data.
 
 Invariants:
 1. A newcomer is ordered to receive only when every source of the decision has offered the state of the decided step.
-2. The page of a replaced member counts until the job has resumed.
+2. The page of a replaced member counts as evidence until the job has resumed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from holdfast.text import plural
 
 
 class Replacement:
-    """The part of :class:`~holdfast.core.job.recovery.Recovery` that starts newcomers. ``job`` is shared with it."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that starts newcomers.
+
+    It shares the facts of the run (``job``) with the recovery.
+    """
 
     def __init__(self, job: Job, bounds: Bounds) -> None:
         self.job = job
         self.bounds = bounds
         self.lost = 0  # newcomers of this recovery that were lost before they joined
-        self.refusal = ""  # why a newcomer cannot join; empty: none reported that
+        self.refusal = ""  # why a newcomer cannot join; empty: no rank has reported a reason
         self._awaited: set[int] = set()  # sources that have not offered
         self._offers: dict[int, StateOffered] = {}
         self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, computed on demand
@@ -47,7 +50,7 @@ class Replacement:
         self._former: dict[MemberId, int] = {}  # ranks of members that an earlier controller has replaced
 
     def why_not(self, decided: Decision) -> str:
-        """Return why the lost ranks cannot be replaced, wherever their boxes are held; empty: they can."""
+        """Return why the lost ranks cannot be replaced, wherever their boxes are held; empty: they can be replaced."""
         job = self.job
         living = job.roster.living
         if reason := self.barred(living):
@@ -67,7 +70,7 @@ class Replacement:
         return f"device {member.local_rank} of {member.node_id} has failed {FAILURES_MAX} times"
 
     def barred(self, living: Sequence[Member]) -> str:
-        """Return why no rank can be replaced, independent of which ranks are lost; empty: it is possible."""
+        """Return why no rank can be replaced, whichever ranks are lost; empty: ranks can be replaced."""
         config = self.job.config
         if config.library:
             return "the workers belong to another launcher"
@@ -86,7 +89,7 @@ class Replacement:
         return ""
 
     def remove(self, torn: Sequence[Member]) -> bool:
-        """Kill living ranks whose update broke off. Their state is useless, and newcomers replace them.
+        """Kill living ranks whose update broke off (``torn``). Their state is useless, and newcomers replace them.
 
         Returns: False if no rank was killed: none is torn, all living ranks are torn, or no rank can be replaced.
         """
@@ -106,19 +109,22 @@ class Replacement:
         self._awaited = set(plan.decided.sources)
         self._offers, self._addresses = {}, None
         self._seat(dead)
-        # The state that was kept in memory is read first, which may take long.
+        # With ``takes_kept`` the sources first read the state that was kept in memory, which may take long.
         config = self.job.config
         offer_s = config.offer_s + self.job.settle_s - config.quiesce_s
         self.bounds.begin("offer", self.job.gasp_s if plan.takes_kept else offer_s, reads=plan.takes_kept)
 
     def adopt(self, former: Mapping[MemberId, int]) -> None:
-        """Take over the members that an earlier controller has replaced. Their agents will report their last pages."""
+        """Take over the ranks of members that an earlier controller has replaced.
+
+        Their agents will report the last status pages of these members.
+        """
         self._former = dict(former)
 
     def replaced_exited(self, event: MemberExited) -> None:
-        """Record the last page of a replaced member as evidence of its seat.
+        """Record the last status page of a replaced member as evidence of its seat.
 
-        The newest full member of a seat counts.
+        If a seat has had several full members, the newest one counts.
         """
         rank = self._former.get(event.member_id)
         if rank is None or event.detail == NO_PAGE or event.state == "starting":
@@ -137,7 +143,7 @@ class Replacement:
         return not self._awaited
 
     def again(self, newcomer: Member) -> bool:
-        """Start another newcomer in the seat of one that died before it had joined.
+        """Start another newcomer in the seat of a newcomer that died before it had joined.
 
         Return False if that is not allowed.
         """
@@ -154,9 +160,9 @@ class Replacement:
         self.bounds.begin("join", job.join_s, reads=True)
 
     def offered(self, member: Member, offer: StateOffered) -> bool:
-        """Record the offer of a survivor.
+        """Record the offer of a survivor to serve its state.
 
-        Return True if the newcomers must now be sent the order to receive (again).
+        Return True if all sources have offered. The newcomers must then be sent the order to receive, perhaps again.
         """
         self._offers[member.rank] = offer
         self._addresses = None
@@ -164,9 +170,11 @@ class Replacement:
         return not self._awaited
 
     def receive(self, member: Member, plan: RecoveryPlan, turns: int) -> Receive | None:
-        """Return the order to receive; None while a source has not offered or the newcomer has not asked.
+        """Return the order to receive; None while a source has not offered its state or the newcomer has not asked.
 
         Args:
+            member: the newcomer.
+            plan: the plan of the recovery.
             turns: number of epochs and phases that the whole job has finished.
         """
         job = self.job
@@ -188,9 +196,9 @@ class Replacement:
         )
 
     def holds(self, member: Member) -> bool:
-        """Return True for a full member.
+        """Return True if the member is a full member.
 
-        A newcomer with an open session holds its state and becomes a full member here.
+        A newcomer with an open session holds its state. This method makes it a full member.
         """
         if member.joining and member.opened_step is not None:
             self._join(member, member.opened_step)
@@ -207,24 +215,24 @@ class Replacement:
         )
 
     def joined(self, member: Member, message: Joined) -> Settled:
-        """Make a newcomer that holds its state a full member. Return the report that it would send to a fence."""
+        """Make a newcomer that holds its state a full member. Return the answer that it would give to a fence."""
         self._join(member, message.step)
         return Settled(
             member_id=member.member_id, generation=message.generation, state="ready", step=message.step
         )
 
     def local_of(self, member: Member) -> bytes:
-        """Return the rank-local values of a lost rank at the decided step.
+        """Return the rank-local values (JSON) of a lost rank at the decided step; empty: no page has them.
 
-        They come from its last page or from that of the previous full member of the seat. The page of a rank that died
-        in its update or in doubt holds the values of two steps.
+        They come from its last status page or from that of the previous full member of the seat. The page of a rank
+        that died in its update or in doubt holds the values of two steps.
         """
         left = (self._pages.get(member.rank), None if member.joining else member.exited)
         known = {step: local for page in left if page is not None for step, local in page.locals.items()}
         return known[max(steps)] if (steps := [step for step in known if step <= self.job.step]) else b""
 
     def reports(self) -> list[RankReport]:
-        """Return the reports of the replaced members, from their last pages."""
+        """Return the state and step of each replaced member, from its last status page."""
         return [RankReport(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
 
     def went_back(self, step: int) -> None:
@@ -240,7 +248,7 @@ class Replacement:
         return any(page.staged_step > 0 for page in self._pages.values())
 
     def clear(self) -> None:
-        """Forget everything, because the job has resumed or starts again."""
+        """Forget all newcomers, offers and status pages, because the job has resumed or starts again."""
         self.lost = 0
         self.refusal = ""
         self._pages, self._former = {}, {}

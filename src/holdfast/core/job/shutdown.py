@@ -1,17 +1,18 @@
 """The end of a run: by a graceful exit, by an immediate stop, or because all its ranks are done.
 
 Theory. A graceful exit is a flag in the vote, so the request has to reach only one rank. The controller still sends it
-to all, keeps it across recoveries, and enforces the deadline. The agent that passed the request on repeats it to the
+to all, keeps it across recoveries, and enforces the deadline. The agent that forwarded the request repeats it to the
 next controller, because this controller may die before it has read the request. A session that is done waits for its
 Release: while one rank still works, any other may be needed to recover it. After the Release the script may run a final
-evaluation or an export. If one rank fails in that, all ranks run that code again: their sessions start at the last step
+evaluation or an export. If one rank fails in that code, all ranks run it again: their sessions start at the last step
 and have no steps left.
 
 Invariants:
 1. Release is sent only when every rank of the generation has finished.
-2. A run that was asked to exit ends with REQUEUE only when a checkpoint of its last step is sealed.
-3. A rank that is lost after the request is not replaced where the others hold its state: they save it and leave.
-4. A process that dies after the Release is a fault if a checkpoint of the end is sealed: all restart from it.
+2. A run that was asked to exit ends with REQUEUE only if a checkpoint of its last step is sealed.
+3. A rank that is lost after the request is not replaced if the others hold its state: they save it and leave.
+4. A process that dies after the Release is a fault if a checkpoint of the last step is sealed: all ranks restart from
+   it.
 5. Once ``stopping`` is set, every death is expected, and no process is started.
 6. A leader that hears no majority of the voters takes no request and ends nothing: the request waits for a majority, or
    for the next leader, to which the agents repeat it.
@@ -34,7 +35,10 @@ EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
 
 
 class Shutdown:
-    """The part of the controller that ends the run. ``job`` is shared with the controller."""
+    """The part of the controller that ends the run.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -46,16 +50,16 @@ class Shutdown:
         self._rollcall = AllOf()
 
     def start(self) -> None:
-        """Start the deadline of a request that an earlier controller took.
+        """Start the deadline of an exit request that an earlier controller took.
 
-        The deadline starts in full, because the time that was left is lost with that controller. The agent that passed
-        the request on knows that time and repeats the request with it.
+        The deadline starts in full, because the remaining time is lost with that controller. The agent that forwarded
+        the request knows the remaining time and repeats the request with it.
         """
         if self.job.exit_source:
             self.job.timer("exit", self.job.config.grace_s)
 
     def request(self, now: float, source: str, grace_s: float) -> None:
-        """Exit gracefully within ``grace_s`` seconds. A repeated request changes only the deadline."""
+        """Begin a graceful exit within ``grace_s`` seconds. A repeated request changes only the deadline."""
         job = self.job
         if self.stopping is not None or job.released:
             return
@@ -77,13 +81,13 @@ class Shutdown:
             self.remind(member)
 
     def look(self, now: float) -> None:
-        """Take the request that has waited until a majority of the voters is heard."""
+        """Handle the exit request that waits for a majority of the voters, now that a majority is heard."""
         if self._waiting is not None:
             source, due_s = self._waiting
             self.request(now, source, max(0.0, due_s - now))
 
     def cancel(self, source: str) -> None:
-        """Withdraw the request, unless the ranks have agreed already."""
+        """Withdraw the exit request, unless the ranks have agreed to exit or the run is ending already."""
         job, self._waiting = self.job, None
         begun = job.agreed_step is not None or self.stopping is not None or self.recovery.ends
         done = bool(job.exit_source) and not begun
@@ -102,10 +106,10 @@ class Shutdown:
             job.send(member, order)
 
     def agreed(self, step: int) -> None:
-        """Record that a vote carried the request: all ranks save ``step`` and leave."""
+        """Record that a vote carried the exit request: all ranks save ``step`` and leave."""
         if self.job.config.alone:
-            return  # the vote was one of the whole job, and its leader hears of it
-        if self.job.agreed_step != step:  # a fault may have come in between, and the ranks agree again
+            return  # the whole job voted, and its leader handles the result
+        if self.job.agreed_step != step:  # after a fault the ranks may agree again, at another step
             self.job.agreed_step = step
             self.job.record("exit_agreed", step=step)
         if not self.job.exit_source:  # the request was lost with a controller: its source is not known
@@ -113,11 +117,11 @@ class Shutdown:
             self.job.timer("exit", self.job.config.grace_s)
 
     def stop(self, reason: str) -> None:
-        """End the run at once."""
+        """End the run at once, without a save."""
         self._stop(Exit.INTERRUPTED, reason, 0.0)
 
     def deadline(self) -> None:
-        """End the run because the graceful exit took too long."""
+        """End the run, because the graceful exit took longer than its deadline."""
         if not self.job.decides:
             self.job.timer("exit", self.job.config.beat_s)
         elif self._is_saved():
@@ -143,7 +147,7 @@ class Shutdown:
             self.remind(member)
 
     def remind(self, member: Member) -> None:
-        """Repeat the order that is in force to a member that reconnected or just opened its session."""
+        """Repeat the Release or exit order in force to a member that has reconnected or just opened its session."""
         job, who = self.job, member.member_id
         if job.released or member.may_end:
             job.send(member, Release(member_id=who, generation=job.generation))
@@ -151,15 +155,15 @@ class Shutdown:
             job.send(member, ExitOrder(member_id=who, generation=job.generation, source=job.exit_source))
 
     def is_expected(self, member: Member, exited: MemberExited) -> bool:
-        """Return True when this exit is no fault."""
-        job, over = self.job, exited.detail == Phase.LEFT.name.lower()  # its script had ended
+        """Return True if the exit of this process is no fault."""
+        job, over = self.job, exited.detail == Phase.LEFT.name.lower()  # over: its script had ended
         if self.stopping is not None or (job.released and (over or not job.repeats)):
             return True
         done = member.finished is not None or not self.job.session
         return done and exited.code == 0 and exited.signal is None
 
     def exited(self) -> None:
-        """End the run if an expected exit was the last one."""
+        """End the run if no member is alive and all exits were expected."""
         job = self.job
         if job.roster.living:
             return
@@ -203,5 +207,5 @@ class Shutdown:
         if job.roster.members or job.is_assembled:
             self.exited()
         else:
-            # Nodes that have yet to join would never learn that the run is over.
+            # Wait for nodes that have yet to join: they would not learn otherwise that the run is over.
             job.timer("together", job.config.rejoin_s)

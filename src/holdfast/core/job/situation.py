@@ -2,7 +2,7 @@
 
 Theory. The evidence is complete when every rank of the old generation has reported or is dead. It consists of these
 reports, the faults so far, the layouts and the state of the nodes. The situation also holds, for each rung that cannot
-be taken, the reason. Nothing is decided here.
+be taken, the reason. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
 
 
 OWN_DOING = frozenset({"exception", "hang", "silent", "corruption"})
-"""Kinds of faults that user code may cause, or, for ``silent``, a kill by the controller that followed a fault."""
+"""Kinds of faults that user code may cause. The kind ``silent`` is a kill by the controller that followed a fault."""
 
 FAILURES_MAX = 16
 
@@ -34,7 +34,7 @@ FAILURES_MAX = 16
 class Survey:
     """The part of :class:`~holdfast.core.job.recovery.Recovery` that collects evidence.
 
-    All objects are shared with it.
+    It shares the facts of the run (``job``), ``replacement`` and ``gasp`` with the recovery.
     """
 
     def __init__(self, job: Job, replacement: Replacement, gasp: LastGaspSave) -> None:
@@ -43,7 +43,7 @@ class Survey:
         self.gasp = gasp
 
     def reports(self, answers: Mapping[int, Settled]) -> list[RankReport]:
-        """Return a report for each rank of the old generation of which one is known.
+        """Return the state and step of each rank of the old generation, except ranks of which nothing is known.
 
         Args:
             answers: the answers to the newest fence, by rank.
@@ -62,7 +62,7 @@ class Survey:
     def situation(
         self, decided: Decision, answers: Mapping[int, Settled], faults: Sequence[Fault]
     ) -> Situation:
-        """Return all facts that the ladder may use."""
+        """Return all facts that the ladder may use to choose a rung."""
         job = self.job
         members, room = job.roster.members, job.room()
         finished = [m for m in members if m.finished is not None]
@@ -106,7 +106,7 @@ class Survey:
         )
 
     def _why_uncovered(self, decided: Decision, no_holder: str) -> str:
-        """Return why no last-gasp can be complete; empty: one can.
+        """Return why no last-gasp checkpoint can be complete; empty: one can be.
 
         Args:
             no_holder: why the sources of the decision do not hold the whole state; empty: they hold it.
@@ -135,7 +135,7 @@ class Survey:
     def _away(self, answers: Mapping[int, Settled]) -> list[int]:
         """Return the living ranks that have left their loop.
 
-        The answer of a rank that died does not bind its replacement.
+        An answer that a rank gave before it died is ignored, because its replacement may be inside the loop.
         """
         of = {answer.member_id for answer in answers.values() if answer.away}
         return [m.rank for m in self.job.roster.living if m.member_id in of]
@@ -154,7 +154,10 @@ class Survey:
         return step if step >= job.sealed_step else NONE
 
     def needs(self, ranks: set[int], answers: Mapping[int, Settled]) -> bool:
-        """Return whether the state that ``answers`` prove is incomplete without the boxes of ``ranks``."""
+        """Return whether the state of the decided step is incomplete without the boxes of ``ranks``.
+
+        ``answers``: the answers to the newest fence, by rank.
+        """
         decided = decide(self.reports(answers), self.job.sealed_here)
         others = tuple(rank for rank in decided.sources if rank not in ranks)
         return bool(decided.step) and (not others or bool(self._why_no_holder(others)))
@@ -170,7 +173,10 @@ class Survey:
         return "node" if gone else CAUSE_OF.get(fault.kind, "other")
 
     def _unpublished(self) -> list[int]:
-        """Return the ranks without a known layout. A newcomer in such a seat could not be sent the boxes to hold."""
+        """Return the ranks without a known layout.
+
+        A newcomer in such a seat cannot be sent the boxes that it has to hold.
+        """
         return [rank for rank in range(self.job.world_size) if rank not in self.job.roster.layouts]
 
 
@@ -186,15 +192,15 @@ CAUSE_OF: dict[FaultKind, str] = {
     "corruption": "corruption",
     "leave": "node",
 }
-"""The cause in ``--on-fault cause:rung`` of each kind of fault. All other kinds have the cause ``other``."""
+"""The cause in ``--on-fault cause:rung`` for each kind of fault. Every other kind has the cause ``other``."""
 
 
 def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
     """Return the failures that caused this recovery, without repetitions of the same failure on other ranks.
 
-    These are the failures of dead ranks. If no rank died, all failures count. Exceptions that a lost peer causes, and
-    (if a rank died) members that left because of the fence, do not count. An error that the user has to fix comes
-    first, and a death beside it does not hide it: every start would raise it again.
+    These are the failures of dead ranks. If no rank died, all failures count. Two kinds do not count: exceptions that a
+    lost peer causes, and (if a rank died) members that left because of the fence. An error that the user has to fix is
+    first in the result, even if a rank died: every start would raise it again.
     """
     found = [f for f in faults if "planned" not in f.passed]
     wrong = [f for f in found if f.failure and f.failure.user_error]

@@ -1,4 +1,4 @@
-"""The digests of the state, sent by the ranks that hold it before the state is saved or given to replacements.
+"""The digests of the state that its sources send before the state is saved or given to replacements.
 
 A *source* is a rank that holds the state of the decided step.
 
@@ -14,14 +14,14 @@ from holdfast.core.protocol.health_messages import StateDigests
 
 
 class SourceDigests:
-    """The part of :class:`~holdfast.core.job.recovery.Recovery` that collects digests."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that collects the digests of the sources."""
 
     def __init__(self) -> None:
         self.awaited: set[int] = set()  # sources that have not reported
         self.by_rank: dict[int, StateDigests] = {}
 
     def ask(self, sources: Iterable[int]) -> None:
-        """Begin a new comparison that waits for these ranks."""
+        """Begin a new comparison that waits for the digests of these ranks."""
         self.awaited, self.by_rank = set(sources), {}
 
     def report(self, rank: int, digests: StateDigests) -> bool:

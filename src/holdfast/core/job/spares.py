@@ -1,12 +1,12 @@
-"""Spares: processes of one node that were built beforehand and become a rank when one is lost.
+"""Spares: processes of one node that were built beforehand, and become ranks when ranks are lost.
 
-Theory. A spare makes the start of a newcomer fast. Only the agent of its node knows it. To the controller a called
-spare is an ordinary newcomer that starts very fast. Before the call a spare belongs to no generation. Its member id is
-below zero: no other process has it, and no message to the controller names it.
+Theory. A spare makes the start of a newcomer fast. Only the agent of its node knows the spare. To the controller, a
+spare that was called is an ordinary newcomer that starts fast. Before the call a spare belongs to no generation. Its
+member id is below zero: no other process has it, and no message to the controller names it.
 
 A script may ask for its rank before it opens its session. With fewer spares than workers a spare must fit every rank.
 So it waits where its script first asks for the rank (``held``). If the script does not ask, the spare is built up to
-its first step (``ready``). With as many spares as workers each spare is built as one rank, and becomes ready whatever
+its first step (``ready``). With as many spares as workers each spare is built as one rank, and becomes ready even if
 its script asks. The memory of a device belongs to the rank that trains on it, so any spare is held before its first use
 of a device.
 
@@ -52,7 +52,7 @@ SpareState = Literal["building", "held", "ready"]
 
 
 def is_spare(member_id: int) -> bool:
-    """Return True for the id of a spare that was not called."""
+    """Return True if ``member_id`` is the id of a spare that was not called."""
     return member_id < 0
 
 
@@ -62,7 +62,7 @@ def is_spare(member_id: int) -> bool:
 class SpareWaits(Message, frozen=True):
     """Report that a spare waits to be called.
 
-    It waits at its first step (``ready``), or where its script needed its rank or a device.
+    The spare waits at its first step (``ready``), or where its script needed its rank or a device.
     """
 
     member_id: MemberId
@@ -70,10 +70,10 @@ class SpareWaits(Message, frozen=True):
 
 
 class Called(Message, frozen=True):
-    """Order to a spare to become this member.
+    """Order to a spare to become the member ``member_id``.
 
-    ``env`` replaces its placeholder environment. ``log`` is the log file. ``ending`` holds the ids of lost processes of
-    this node that still have memory or devices.
+    ``env`` replaces the placeholder environment of the spare. ``log`` is its log file. ``ending`` holds the ids of lost
+    processes of this node that still occupy memory or devices.
     """
 
     member_id: MemberId
@@ -87,7 +87,7 @@ class Called(Message, frozen=True):
 
 
 class BuildSpare(Message, frozen=True):
-    """Command to the shell to start a spare. ``rank`` is ANY_RANK when the spare must fit every rank."""
+    """Command to the shell to start a spare. ``rank`` is ANY_RANK if the spare must fit every rank."""
 
     member_id: MemberId
     generation: Generation
@@ -99,7 +99,7 @@ class BuildSpare(Message, frozen=True):
 class CallSpare(Message, frozen=True):
     """Command to the shell to turn a spare into the only member in ``order``.
 
-    If that fails, the shell starts the member as usual.
+    If that fails, the shell starts the member as a new process.
     """
 
     spare: MemberId
@@ -110,7 +110,7 @@ class CallSpare(Message, frozen=True):
 
 
 class Spare(msgspec.Struct, kw_only=True):
-    """The state of one spare."""
+    """The state of one spare that was not called."""
 
     member_id: MemberId
     rank: int
@@ -118,11 +118,11 @@ class Spare(msgspec.Struct, kw_only=True):
     state: SpareState = "building"
     why: str = ""  # the exception that ended its script
     local_rank: int = ANY_RANK
-    reserved: bool = False  # for a rank that will move here
+    reserved: bool = False  # the spare is kept for a rank that will move to this node
 
 
 class Spares:
-    """The spares of one node, part of :class:`~holdfast.core.agent.Agent`; appends to the agent's commands."""
+    """The spares of one node, a part of :class:`~holdfast.core.agent.Agent`. It appends to the agent's commands."""
 
     def __init__(self, config: AgentConfig, out: list[Command]) -> None:
         self.config = config
@@ -135,18 +135,18 @@ class Spares:
         self._fixed = config.spares >= config.slots  # one spare for every rank of the node
 
     def fit(self, world_size: int) -> None:
-        """Set the number of ranks of the job. Kill the spares that were built for another number."""
+        """Set the number of ranks of the job. Kill the spares that were built for another number of ranks."""
         self.world_size = world_size
         for spare in [s for s in self.living.values() if s.world_size != world_size]:
             del self.living[spare.member_id]
             self._kill(spare, f"was built for {plural(spare.world_size, 'rank')}")
 
     def top_up(self, generation: Generation, ranks: Sequence[int]) -> None:
-        """Build the missing spares. Nothing is built unless all workers of the node are there.
+        """Build the missing spares. Nothing is built unless all workers of the node are training.
 
         Args:
             generation: the generation of the workers.
-            ranks: the ranks of the workers of this node.
+            ranks: the ranks of the workers of this node that have done a step.
         """
         if self._given_up or len(ranks) != self.config.slots:
             return
@@ -179,7 +179,7 @@ class Spares:
         self._record("spare_building", member_id=int(member_id), rank=rank)
 
     def prepare(self, order: PrepareSeats) -> None:
-        """Build a spare for each rank that will move to this node, and report when all of them wait.
+        """Build a spare for each rank that will move to this node. Report when all of these spares wait to be called.
 
         Spares of an earlier order are killed if they are no longer needed.
         """
@@ -204,9 +204,9 @@ class Spares:
         self._out.append(Send(to="controller", message=said))
 
     def take(self, seat: Assignment) -> MemberId | None:
-        """Choose the most complete spare for ``seat``.
+        """Choose the most complete spare that fits ``seat``.
 
-        Remove it from the list and return its id; None: no spare fits.
+        Remove the spare from the list of living spares, and return its id; None: no spare fits.
         """
         fit = [
             spare
@@ -229,7 +229,7 @@ class Spares:
         return best.member_id
 
     def heard(self, event: Message) -> None:
-        """Handle a message about a spare or from one. Messages of other kinds are dropped."""
+        """Handle a message from a spare or about one. Messages of other kinds are dropped."""
         spare = self.living.get(getattr(event, "member_id", MemberId(0)))
         if spare is None:
             return

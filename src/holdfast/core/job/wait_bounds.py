@@ -2,10 +2,10 @@
 
 Theory. Each phase waits for members: for an answer to a fence, for digests, an offer of state, a join, a share of a
 save. The time for that grows with the state, which may be hundreds of gigabytes. A wait that ends too early kills the
-only holder of a part of it. So the first time limit includes the time in which a slow node moves the state of one rank.
-A member that has made progress in it gets another one. Progress is a message of the member, or bytes that its agent saw
-move (``Active``). Only a member without progress in a whole time limit is killed. A stopped process makes no progress
-and is not waited for.
+only holder of a part of the state. So the first time limit includes the time in which a slow node moves the state of
+one rank. A member that has made progress in that time gets the time limit again. Progress is a message of the member,
+or bytes that its agent saw move (``Active``). Only a member without progress in a whole time limit is killed. A stopped
+process makes no progress and is not waited for.
 
 Invariants:
 1. A member that has made progress since its time limit began is not killed for time. The return of its node counts as
@@ -27,7 +27,7 @@ from holdfast.core.job.membership import Member
 from holdfast.core.protocol.health_messages import Active
 
 RATE_BYTES_PER_S = 25_000_000
-"""Rate at which one rank of a slow node writes to a shared file system while all its ranks do."""
+"""Rate at which one rank of a slow node writes to a shared file system while all ranks of the node write."""
 
 FAILS_TO: dict[str, str] = {
     "quiesce": "settle",
@@ -38,8 +38,11 @@ FAILS_TO: dict[str, str] = {
     "gasp": "save",
     "leave": "leave",
 }
-"""The bounds; ``PhaseRules.waits`` names those of each phase. The other phases have a separate timer (``grace``,
-``startup``), or the workers train, and ``core/watch/hang_detection.py`` judges them."""
+"""The time limits by name, with the verb for a member that exceeds one. ``PhaseRules.waits`` names those of each phase.
+
+The other phases have a separate timer (``grace``, ``startup``), or the workers train, and
+``core/watch/hang_detection.py`` judges them.
+"""
 
 
 class Running(msgspec.Struct):
@@ -47,11 +50,14 @@ class Running(msgspec.Struct):
 
     bound_s: float
     moved: set[MemberId]
-    again: bool = False  # it follows another one, because members had made progress
+    again: bool = False  # it follows an earlier run of this time limit, in which members made progress
 
 
 class Bounds:
-    """The part of :class:`~holdfast.core.job.recovery.Recovery` that runs time limits. ``job`` is shared with it."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that runs time limits.
+
+    It shares the facts of the run (``job``) with the recovery.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -62,8 +68,8 @@ class Bounds:
         """Start the time limit ``wait`` of ``bound_s`` seconds.
 
         Args:
-            wait: its name, one of ``WAITS``.
-            bound_s: its length without the time to move state.
+            wait: name of the time limit, a key of ``FAILS_TO``.
+            bound_s: length in seconds, without the time to move state.
             reads: add the time in which the state of one rank is moved.
         """
         if reads:
@@ -75,24 +81,24 @@ class Bounds:
         self.job.timer(wait, running.bound_s)
 
     def end(self, *waits: str) -> None:
-        """End these time limits: no member is waited for."""
+        """End the time limits named ``waits``: no member is waited for under them."""
         for wait in waits:
             self._running.pop(wait, None)
             self.job.cancel(wait)
 
     def moved(self, member_id: MemberId) -> None:
-        """Record that this member has made progress."""
+        """Record that this member has made progress, for all time limits that run."""
         for running in self._running.values():
             running.moved.add(member_id)
 
     def heard(self, event: Active) -> None:
-        """Record the progress and the stopped processes that an agent has seen."""
+        """Record the progress and the stopped processes that an agent has reported."""
         for member_id in event.moving:
             self.moved(member_id)
         self._stopped[event.node_id] = frozenset(event.stopped)
 
     def over(self, wait: str, awaited: Sequence[Member], held_up: Collection[MemberId]) -> None:
-        """End a time limit: kill the members without progress in it, and start it again for the others.
+        """Handle the end of a time limit: kill the members without progress in it, and start it again for the others.
 
         Args:
             wait: name of the time limit.
@@ -111,7 +117,7 @@ class Bounds:
             self._begin(wait, Running(running.bound_s, set(), again=True))
 
     def halt(self, now: float, awaited: Sequence[Member]) -> None:
-        """Kill the stopped members that are waited for, unless most processes are stopped (a suspended job)."""
+        """Kill the members of ``awaited`` whose processes are stopped, unless most processes are (a suspended job)."""
         stopped = frozenset().union(*self._stopped.values())
         living = self.job.roster.living
         if not stopped or 2 * sum(m.member_id in stopped for m in living) > max(len(living), 2):

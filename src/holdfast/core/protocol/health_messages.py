@@ -1,6 +1,6 @@
-"""Messages about the health of workers and of their state: stalls, evidence, step times, copies that differ.
+"""Messages about the health of workers and of their state: stalls, evidence, step times, digests of copies.
 
-They belong to the vocabulary of ``core/protocol/messages.py`` and follow its rules.
+These messages follow the rules of ``core/protocol/messages.py``.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from holdfast.core.protocol.messages import Message
 
 
 class Stalled(Message, frozen=True):
-    """Report that no worker of this node has made progress within its time limit (``stall_detector.py``)."""
+    """Report of an agent: no worker of its node has made progress within its time limit (``stall_detector.py``)."""
 
     node_id: NodeId
-    generation: Generation  # that of the status pages
+    generation: Generation  # the generation on the status pages
     idle_s: float  # shortest time without progress among the workers
     bound_s: float  # longest of their time limits
     step_s: float  # median of the recent steps; 0: unknown
-    waiting: bool = False  # one of them is in a collective
-    stopped: bool = False  # one of the processes is stopped, or a process that it waits for
+    waiting: bool = False  # at least one worker is in a collective
+    stopped: bool = False  # the process of a worker is stopped, or a process that it waits for
 
 
 class Late(Message, frozen=True):
-    """Report that a process that has not done a step yet is too slow, while the other ranks train."""
+    """Report that a process makes no progress for too long before its first step, while the other ranks train."""
 
     member_id: MemberId
     node_id: NodeId
@@ -38,7 +38,8 @@ class Active(Message, frozen=True):
     """Report of an agent on its workers in a recovery or before their first step (``core/watch/activity.py``).
 
     Attributes:
-        moving: the workers that made progress since the last report: bytes of state moved, or the start advanced.
+        moving: the workers that made progress since the last report: they moved bytes of state, or their start
+            advanced.
         stopped: all processes that are stopped now, whether reported before or not.
     """
 
@@ -48,18 +49,20 @@ class Active(Message, frozen=True):
 
 
 class ProgressResumed(Message, frozen=True):
-    """Report that a worker of a stalled node makes progress again."""
+    """Report of an agent that a worker of its stalled node makes progress again."""
 
     node_id: NodeId
     generation: Generation
 
 
 LAST_LOOK = 0
-"""Number of evidence that was not asked for: about a worker that is about to be killed because it did not answer."""
+"""The ``number`` of evidence that no order asked for: about a worker just before it is killed, because it did not
+answer.
+"""
 
 
 class CollectEvidence(Message, frozen=True):
-    """Order to collect evidence about every worker of the node.
+    """Order to an agent to collect evidence about every worker of its node.
 
     The answer is :class:`Evidence` with this ``number``.
     """
@@ -69,24 +72,24 @@ class CollectEvidence(Message, frozen=True):
 
 
 class CollectiveSeen(msgspec.Struct, frozen=True, array_like=True):
-    """One of the last collectives of a rank. ``number`` counts those of its group; it is 0 for point-to-point."""
+    """One of the last collectives of a rank. ``number`` counts the collectives of its group; 0: point-to-point."""
 
     group: str
     number: int
     what: str
     under_way: bool
-    age_s: float = 0.0  # since it began
+    age_s: float = 0.0  # seconds since the collective began
 
 
 class DeviceSeen(msgspec.Struct, frozen=True, array_like=True):
-    """The progress of the devices of a rank in the collectives of one group, as numbers in that group.
+    """The progress of the devices of a rank in the collectives of one group. Each number counts these collectives.
 
     Attributes:
-        group: its name.
+        group: name of the group.
         given: the newest collective that the host has launched on the device.
-        begun: the newest one that is known to have begun there; without timing that is ``ended``.
-        ended: all up to this one have ended.
-        what: the oldest one that has not ended; if there is none, the newest.
+        begun: the newest collective that is known to have begun on the device; without timing equal to ``ended``.
+        ended: all collectives up to this one have ended.
+        what: description of the oldest collective that has not ended; if all have ended, of the newest.
     """
 
     group: str
@@ -104,16 +107,13 @@ class Records(msgspec.Struct, frozen=True):
 
 
 class ShowRecords(Message, frozen=True):
-    """Order to write :class:`Records` to a file beside the status page. The file is the answer."""
+    """Order to a worker to write :class:`Records` to a file beside its status page. The file is the answer."""
 
     member_id: MemberId
 
 
 class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The evidence about one worker in a stall, from its status page, /proc and its stacks.
-
-    Attributes: see the comments. ``process`` is the state letter of /proc.
-    """
+    """The evidence about one worker in a stall, from its status page, /proc and its stacks."""
 
     member_id: MemberId
     rank: int
@@ -122,10 +122,10 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     bound_s: float
     sequence: int = 0  # collectives started in this step
-    usual_sequence: int = 0  # usual value of ``sequence``: that at the vote of the last committed step
-    process: str = ""  # R runs, S sleeps, D cannot be interrupted, T is stopped
+    usual_sequence: int = 0  # value of ``sequence`` at the vote of the last committed step
+    process: str = ""  # state letter of /proc: R runs, S sleeps, D cannot be interrupted, T is stopped
     cpu: float = 0.0  # share of a core that its main thread used during the inspection
-    wchan: str = ""  # what it waits for in the kernel
+    wchan: str = ""  # kernel function in which it waits
     where: str = ""  # innermost Python frame of the main thread; empty: no stack was obtained
     section: str = ""
     collectives: tuple[CollectiveSeen, ...] = ()  # the last ones, oldest first
@@ -133,11 +133,11 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     stacks: str = ""  # file with all stacks, below the run directory
     records: str = ""  # file with the records of the framework, below the run directory
     child: int = 0  # id of a stopped process that the worker has started; 0: none
-    left: bool = False  # its script has left its loops
+    left: bool = False  # its script has left its loops over steps
 
 
 class Evidence(Message, frozen=True):
-    """Answer to :class:`CollectEvidence`: all living workers of a node. With ``LAST_LOOK`` it is about one worker."""
+    """Answer to :class:`CollectEvidence` about all living workers of a node. With ``LAST_LOOK``: about one worker."""
 
     node_id: NodeId
     number: int
@@ -145,7 +145,7 @@ class Evidence(Message, frozen=True):
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """The median seconds per step of one worker, without its waits for peers, over ``samples`` steps."""
+    """The median duration of a step of one worker in seconds, over ``samples`` steps, without its waits for peers."""
 
     rank: int
     samples: int
@@ -153,16 +153,19 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class StepTimes(Message, frozen=True):
-    """Report of an agent, sent from time to time, on the step times of its workers."""
+    """Report that an agent sends every few seconds: the step times of its workers."""
 
     node_id: NodeId
     generation: Generation
     ranks: tuple[StepTime, ...]
-    step_s: float = 0.0  # longest of the last steps of the workers
+    step_s: float = 0.0  # longest duration among the last steps of the workers
 
 
 class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
-    """The digest of a part of the state that all ``holders`` have. ``what`` names the part, equally on all of them."""
+    """The digest of one rank's copy of a part of the state.
+
+    All ``holders`` have this part and name it alike (``what``).
+    """
 
     holders: str  # ranks, as ``ranks_text`` writes them: there may be thousands
     what: str
@@ -170,7 +173,7 @@ class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopiesDiffer(Message, frozen=True):
-    """Digests of one rank's copies, sent because a vote found that copies of the state of ``step`` differ."""
+    """Report of the digests of one rank's copies: a vote has found differing copies of the state of ``step``."""
 
     member_id: MemberId
     generation: Generation
@@ -179,19 +182,19 @@ class CopiesDiffer(Message, frozen=True):
 
 
 class StateDigests(Message, frozen=True):
-    """Answer to a ``Settle`` that asks for it: digests of this rank's state of ``step``.
+    """Answer to a ``Settle`` with ``vouch``: digests of this rank's state of ``step``.
 
-    The rank publishes the layout of that state first.
+    The rank publishes the layout of that state before this message.
     """
 
     member_id: MemberId
     generation: Generation
     step: int
-    copies: tuple[CopyDigest, ...]  # of all parts that other ranks have too; empty: cannot be compared
+    copies: tuple[CopyDigest, ...]  # of all parts that other ranks also have; empty: nothing can be compared
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ascending ``ranks`` as text: short when their distance is constant (``0-4088/8``), else ``0,3,4``."""
+    """Return ascending ``ranks`` as text: ``0-4088/8`` if their distance is constant, otherwise ``0,3,4``."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
         return f"{ranks[0]}-{ranks[-1]}/{step}"
@@ -199,7 +202,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def ranks_of(text: str) -> Sequence[int]:
-    """Return the ranks of a text of :func:`ranks_text`.
+    """Return the ranks that :func:`ranks_text` wrote as ``text``.
 
     Raises:
         ValueError: the text is not of that form.

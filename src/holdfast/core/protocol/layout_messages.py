@@ -1,12 +1,12 @@
 """The layouts of all ranks in one message.
 
-Theory. A layout has two parts: the rank's own part (its cells of the grids, where a grid is a regular sharding) and the
-table of its tensors. Ranks with the same tensors have the same table, byte for byte. The table is by far the larger
-part: 85 KB for 2000 tensors, 350 MB if sent for each of 4096 ranks. So each different table is kept and sent once. The
-core reads neither part.
+Theory. The layout of a rank has two parts: the rank's own part (its cells of the grids, where a grid is a regular
+sharding) and the table of its tensors. Ranks with the same tensors have the same table, byte for byte. The table is by
+far the larger part: 85 KB for 2000 tensors, 350 MB if sent for each of 4096 ranks. So each different table is kept and
+sent once. The code in ``core`` reads neither part.
 
 Invariants:
-1. The layout that comes out for a rank is, byte for byte, the one that was put in.
+1. The layout that a reader gets for a rank is, byte for byte, the layout that the writer put in.
 2. The index of every rank has a table. This is checked when a message is decoded.
 """
 
@@ -21,21 +21,24 @@ from holdfast.errors import ProtocolError
 
 
 class Layout(NamedTuple):
-    """The encoded layout of one rank (``store.layouts.layout.RankLayout.encode``)."""
+    """The encoded layout of one rank (see ``store.layouts.layout.RankLayout.encode``).
+
+    ``own``: the part that only this rank has. ``table``: its table of tensors, equal on ranks with the same tensors.
+    """
 
     own: bytes
     table: bytes
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """The layouts of many ranks. ``ranks`` has for each rank (as text) its own part and the index of its table."""
+    """The layouts of many ranks. ``ranks`` maps each rank (as text) to its own part and to the index of its table."""
 
     tables: tuple[bytes, ...]
     ranks: dict[str, tuple[bytes, int]]
 
     @staticmethod
     def of(layouts: Mapping[int, Layout]) -> Layouts:
-        """Return the message for layouts by rank."""
+        """Return the message that holds the given layouts by rank."""
         places: dict[bytes, int] = {}
         ranks = {
             str(rank): (layout.own, places.setdefault(layout.table, len(places)))

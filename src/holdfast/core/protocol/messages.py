@@ -3,11 +3,12 @@
 Theory. Workers exchange messages with the agent of their node. The agent forwards messages that carry a ``member_id``
 to the controller, and routes the controller's messages to the worker that they name. Tensors never pass here. All
 structs are tagged msgspec structs, encoded as msgpack on the wire and as JSON in the event log. Unknown fields are
-ignored. Wrong types are refused with their path.
+ignored. A field of a wrong type is refused, and the error names its path.
 
 Invariants:
-1. Every message about a generation carries it. One function (``membership.is_stale``) refuses older ones.
-2. A command is idempotent by (generation, content): it may be delivered twice.
+1. Every message about a generation carries its number. One function (``membership.is_stale``) refuses messages of older
+   generations.
+2. A command is idempotent by (generation, content), so it may be delivered twice.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ TEXT_SIZE_MAX = 64 * 1024
 RankState = Literal[
     "starting", "ready", "compute", "voting", "updating", "aborted", "in_doubt", "torn", "finished"
 ]
-"""State of one rank in the step protocol. A step number completes it, for instance READY(s) = COMMITTED(s)."""
+"""State of one rank in the step protocol.
+
+It is used with a step s: for instance, ``ready`` at s means s committed steps.
+"""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of all messages. The tag is the class name."""
+    """Base of all messages. The tag on the wire is the name of the class."""
 
 
 # ---------------------------------------------------------------- worker -> agent -> controller
 
 
 class WorkerHello(Message, frozen=True):
-    """First message of a worker, sent again after it has reconnected to a successor agent."""
+    """First message of a worker to an agent. The worker sends it again when it has connected to a successor agent."""
 
     member_id: MemberId
     generation: Generation
@@ -48,28 +52,29 @@ class WorkerHello(Message, frozen=True):
 
 
 class SessionOpened(Message, frozen=True):
-    """Report that a session has opened and is at ``step`` (resumed or fresh)."""
+    """Report that the session of a rank has opened and is at ``step`` (resumed or fresh)."""
 
     member_id: MemberId
     generation: Generation
     step: int
-    root: str = ""  # where the session saves, absolute, or empty
-    live: bool = False  # its collectives can be rebuilt: it keeps its process when lost ranks are replaced
+    root: str = ""  # absolute path or URL where the session saves; empty: nowhere
+    # The groups of this rank can be rebuilt, so it keeps its process when lost ranks are replaced.
+    live: bool = False
 
 
 class LayoutPublished(Message, frozen=True):
-    """The boxes of this rank (``store.layouts.layout.RankLayout``), sent again when they change."""
+    """Report of the boxes that this rank holds (``store.layouts.layout.RankLayout``), sent again when they change."""
 
     member_id: MemberId
     generation: Generation
     rank: int
-    version: LayoutVersion  # the vote after which all ranks publish; NO_VERSION: this rank on its own
+    version: LayoutVersion  # the vote after which all ranks publish; NO_VERSION: only this rank publishes
     layout: Layout
     size_bytes: int = 0  # of the boxes that this rank holds; 0: not known
 
 
 class FaultSeen(Message, frozen=True):
-    """Report that a collective of this rank broke before the rank received a fence."""
+    """Report that a collective of this rank broke before the rank received a fence. ``what``: the error."""
 
     member_id: MemberId
     generation: Generation
@@ -78,7 +83,10 @@ class FaultSeen(Message, frozen=True):
 
 
 class WorkerFailed(Message, frozen=True):
-    """Report that user code raised and the process is about to exit."""
+    """Report that user code of this rank raised an exception.
+
+    The process exits, at once or after its release (``stays``).
+    """
 
     member_id: MemberId
     generation: Generation
@@ -88,8 +96,9 @@ class WorkerFailed(Message, frozen=True):
     traceback: str
     digest: str  # identifies the exception: type, text, place
     user_error: bool = False  # a typed UserError/StoreError: retrying is pointless
-    stays: bool = False  # its session keeps the process and its state until it is released
-    between: bool = False  # raised between two steps: a restart does not run that code again at the same step
+    stays: bool = False  # the session keeps the process and its state until it receives Release
+    # Raised between two steps: after a restart that code does not run again at the same step.
+    between: bool = False
 
 
 class Settled(Message, frozen=True):
@@ -102,17 +111,17 @@ class Settled(Message, frozen=True):
     freed_ns: int = 0  # CLOCK_MONOTONIC when the process was out of its collectives
     away: bool = False  # its main thread is in a section between steps, or has left the loop by an exception
     kept: tuple[int, ...] = ()  # steps whose states the memory tier has in memory for this rank
-    rewind: int = -1  # it can go back in place to a kept state of this step or later; -1: it cannot
+    rewind: int = -1  # this rank can go back in place to a kept state of this step or later; -1: it cannot
     turns: int = 0  # epochs and phases that the whole job has done, as far as this rank knows
 
 
 class SaveReported(Message, frozen=True):
-    """Report that a part of a checkpoint is durable, or why not (``error``)."""
+    """Report that the share of a checkpoint that this rank writes is durable, or why it is not (``error``)."""
 
     member_id: MemberId
     generation: Generation
     save_id: SaveId
-    sealed: bool  # this rank found all boxes saved
+    sealed: bool  # this rank found all boxes saved, and sealed the checkpoint
     size_bytes: int
     duration_s: float
     stall_s: float = 0.0
@@ -131,10 +140,10 @@ class StateOffered(Message, frozen=True):
 
 
 class StateRefused(Message, frozen=True):
-    """Report that the state of ``step`` in memory cannot be used: it does not fit its digest and was dropped.
+    """Report that this rank's state of ``step`` in memory cannot be used: it does not fit its digest and was dropped.
 
-    The controller decides again. ``alone``: the state is sound, but no newcomer can receive it while the others keep
-    their processes, so all ranks have to start again.
+    The controller decides again. With ``alone`` the state is sound, but no newcomer can receive it while the other
+    ranks keep their processes. All ranks then have to start again.
     """
 
     member_id: MemberId
@@ -145,14 +154,14 @@ class StateRefused(Message, frozen=True):
 
 
 class JoinAsked(Message, frozen=True):
-    """Report that a newcomer has built its model without peers and asks for its state."""
+    """Report that a newcomer has built its model without peers, and asks for its state."""
 
     member_id: MemberId
     generation: Generation
 
 
 class Joined(Message, frozen=True):
-    """Report that a newcomer has the state of ``step``, verified and rehearsed. The job may resume."""
+    """Report that a newcomer has received, verified and rehearsed the state of ``step``. The job may resume."""
 
     member_id: MemberId
     generation: Generation
@@ -160,7 +169,10 @@ class Joined(Message, frozen=True):
 
 
 class StepReached(Message, frozen=True):
-    """Report of this rank's first committed step in a generation. When all have sent it, the job has resumed."""
+    """Report of the first step that this rank has committed in a generation.
+
+    When all ranks have sent it, the job has resumed.
+    """
 
     member_id: MemberId
     generation: Generation
@@ -168,7 +180,7 @@ class StepReached(Message, frozen=True):
 
 
 class ExitAsked(Message, frozen=True):
-    """Report that a worker was asked to exit gracefully. ``source``: the signal or file."""
+    """Report that a worker was asked to exit gracefully. ``source``: the signal or file that asked."""
 
     member_id: MemberId
     generation: Generation
@@ -176,7 +188,7 @@ class ExitAsked(Message, frozen=True):
 
 
 class OnceAsked(Message, frozen=True):
-    """Request of the script for the value that its rank made under ``name`` (``holdfast.once``), or that value."""
+    """Request for the value that a rank keeps under ``name`` (``holdfast.once``), or proposal of that value."""
 
     member_id: MemberId
     name: str
@@ -184,12 +196,12 @@ class OnceAsked(Message, frozen=True):
 
 
 class OnceTold(Message, frozen=True):
-    """Answer to :class:`OnceAsked`: the value that is kept; empty: none yet."""
+    """Answer to :class:`OnceAsked`: the value that is kept under ``name``; empty: no value is kept yet."""
 
     member_id: MemberId
     name: str
     value: str
-    full: bool = False  # there is no room for another name
+    full: bool = False  # the proposed value was refused: it is too long, or the rank has too many names
 
 
 class ExitAgreed(Message, frozen=True):
@@ -201,7 +213,10 @@ class ExitAgreed(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Report that the session of this rank is done (all steps, or an agreed exit). It waits for Release."""
+    """Report that the session of this rank is done: all steps are done, or all ranks agreed to exit.
+
+    The session then waits for Release.
+    """
 
     member_id: MemberId
     generation: Generation
@@ -214,7 +229,7 @@ class Finished(Message, frozen=True):
 
 
 class Fence(Message, frozen=True):
-    """Order to leave the old generation: leave all collectives, stop at the step boundary, answer :class:`Settled`."""
+    """Order to leave the old generation: leave all collectives, stop at the step boundary, answer with Settled."""
 
     member_id: MemberId
     generation: Generation  # the new generation
@@ -222,7 +237,10 @@ class Fence(Message, frozen=True):
 
 
 class SaveShare(msgspec.Struct, frozen=True):
-    """Order to write one copy of each box, divided among ``sources`` (sound living ranks of the old generation)."""
+    """Order to save one copy of each box.
+
+    The boxes are divided among ``sources``, living ranks that hold the decided state.
+    """
 
     save_id: SaveId
     root: str
@@ -232,7 +250,10 @@ class SaveShare(msgspec.Struct, frozen=True):
 
 
 class Settle(Message, frozen=True):
-    """The decision: the job continues at ``step``. A rank in doubt about the step before applies its update first."""
+    """The decision: the job continues at ``step``.
+
+    A rank that is in doubt about the update that leads to ``step`` makes this update.
+    """
 
     member_id: MemberId
     generation: Generation
@@ -241,32 +262,36 @@ class Settle(Message, frozen=True):
     then: Literal["restart", "retry", "replace", "stop"] = "restart"
     rewind: int = -1  # all ranks go back to the state of this step that each has in memory; -1: they stay
     vouch: bool = False  # publish layout and digests (``StateDigests``) before the state is given or saved
-    replays: bool = False  # as in ``Receive``: give only the parts of the state that are needed for that
+    # Newcomers compute boxes from memory (see ``Receive``): give only the parts that they need for that.
+    replays: bool = False
     turns: int = 0  # epochs and phases that the whole job has done
 
 
 class Receive(Message, frozen=True):
-    """Order to a newcomer: take the state of ``step`` from these ranks. ``layouts`` name the holders of each box."""
+    """Order to a newcomer to receive the state of ``step`` from ``sources``.
+
+    ``layouts`` name the holders of each box.
+    """
 
     member_id: MemberId
     generation: Generation
     step: int
     sources: dict[str, tuple[str, int]]  # rank (text) -> host, port
     layouts: Layouts
-    version: LayoutVersion  # the version of all these layouts; NO_VERSION: they have no common one
+    version: LayoutVersion  # the version of all these layouts; NO_VERSION: they have no common version
     local: bytes = b""  # rank-local values of the lost rank, from its status page
-    kept: bool = False  # take the state that the lost rank left in memory, not that of the sources
+    kept: bool = False  # take the state that the lost rank left in memory, not the state of the sources
     replays: bool = False  # boxes without a living holder: compute them from a state and log in memory
     turns: int = 0  # epochs and phases that the job has done: a state with another number is refused
 
 
 class ResumeInPlace(Message, frozen=True):
-    """Order to continue in place: rebuild the groups in the new generation and run the step again."""
+    """Order to continue in the same process: rebuild the groups in the new generation, and run the step again."""
 
     member_id: MemberId
     generation: Generation
     step: int
-    kv_node: str = ""  # as in StartMembers; agents read it when they forward the message
+    kv_node: str = ""  # as in StartMembers; an agent reads this field when it forwards the message
 
 
 class Leave(Message, frozen=True):
@@ -279,14 +304,17 @@ class Leave(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Message that every rank has finished: the session may return."""
+    """Message that every rank has finished, so the session may return.
+
+    It is also sent to a rank whose user code raised, and then allows the end of its process.
+    """
 
     member_id: MemberId
     generation: Generation
 
 
 class ExitOrder(Message, frozen=True):
-    """Order to set the exit flag in the next vote. With ``cancel``: clear it."""
+    """Order to request the exit of all ranks in the next vote. With ``cancel``: withdraw that request."""
 
     member_id: MemberId
     generation: Generation
@@ -295,7 +323,7 @@ class ExitOrder(Message, frozen=True):
 
 
 class Catalogued(Message, frozen=True):
-    """The layouts of all ranks, published under ``version``."""
+    """The catalogue of ``version``: the layouts that all ranks published under it."""
 
     member_id: MemberId
     generation: Generation
@@ -307,7 +335,7 @@ class Catalogued(Message, frozen=True):
 
 
 class MemberSeen(msgspec.Struct, frozen=True):
-    """One worker that an agent has when it joins or rejoins."""
+    """One living worker, as the hello of its agent lists it."""
 
     member_id: MemberId
     generation: Generation
@@ -318,39 +346,42 @@ class MemberSeen(msgspec.Struct, frozen=True):
 
 
 class AgentHello(Message, frozen=True):
-    """First message of an agent, with its workers. It is sent again after the agent or the controller was replaced."""
+    """First message of an agent, with its workers.
+
+    The agent repeats it when the agent or the controller was replaced.
+    """
 
     node_id: NodeId
     slots: int
     pid: int
     members: tuple[MemberSeen, ...] = ()
-    host: str = ""  # address of this node for processes of other nodes; empty: there are none
+    host: str = ""  # address of this node for processes of other nodes; empty: there are no other nodes
     port: int = 0  # a free port of this node, for MASTER_PORT
     clock_ns: int = 0  # CLOCK_MONOTONIC of the node when this was sent
 
 
 class HeldStates(Message, frozen=True):
-    """The states of other nodes' ranks that this node has in memory: steps by rank (text)."""
+    """Report of the states that this node has in memory for ranks of other nodes: steps by rank (text)."""
 
     node_id: NodeId
     ranks: dict[str, tuple[int, ...]]
 
 
 class AgentBeat(Message, frozen=True):
-    """The heartbeat of an agent."""
+    """The heartbeat of an agent to the controller."""
 
     node_id: NodeId
     clock_ns: int = 0
 
 
 class ControllerBeat(Message, frozen=True):
-    """The heartbeat of the controller, to every agent."""
+    """The heartbeat of the controller to every agent."""
 
     term: int
 
 
 class MirrorFrom(Message, frozen=True):
-    """Report of an agent with its own event log: it has the controller's records up to ``number``."""
+    """Report of an agent with its own event log: the log has the controller's records up to ``number`` of ``term``."""
 
     node_id: NodeId
     term: int
@@ -358,7 +389,10 @@ class MirrorFrom(Message, frozen=True):
 
 
 class Mirror(Message, frozen=True):
-    """One record of the controller's log for other nodes' logs, sent before the messages that follow from it."""
+    """One record of the controller's log for the logs of other nodes.
+
+    It is sent before the messages that follow from it.
+    """
 
     term: int
     number: int
@@ -367,19 +401,19 @@ class Mirror(Message, frozen=True):
 
 
 class Rolled(Message, frozen=True):
-    """The nodes that the controller has not lost, for the elections of the agents."""
+    """The nodes that have joined and that the controller has not lost, for the elections of the agents."""
 
     up: tuple[NodeId, ...]
 
 
 class VotersAre(Message, frozen=True):
-    """Report of a changed electorate: a node counts as lost only while a majority of these voters is connected."""
+    """Report of a changed electorate. A node counts as lost only while a majority of these voters is connected."""
 
     voters: tuple[NodeId, ...]
 
 
 class MemberStarted(Message, frozen=True):
-    """Report that a worker process exists."""
+    """Report of an agent that the process of a worker exists."""
 
     member_id: MemberId
     node_id: NodeId
@@ -387,11 +421,11 @@ class MemberStarted(Message, frozen=True):
 
 
 class MemberExited(Message, frozen=True):
-    """Report that a worker process has ended. State, step and local values are read from its status page."""
+    """Report that the process of a worker has ended. State, step and local values are from its status page."""
 
     member_id: MemberId
     node_id: NodeId
-    generation: Generation  # that on its status page
+    generation: Generation  # the generation on its status page
     code: int | None  # exit code; None: the process was not a child of the agent
     signal: int | None
     state: RankState
@@ -400,10 +434,11 @@ class MemberExited(Message, frozen=True):
     locals: dict[int, bytes] = {}  # step -> rank-local values (JSON), of the newest steps
     died_ns: int = 0  # CLOCK_MONOTONIC when the agent detected it
     staged_step: int = 0  # newest step whose share its writer process has taken over; 0: none
-    kept: tuple[int, ...] = ()  # steps whose states its rank has in memory
+    kept: tuple[int, ...] = ()  # steps whose states its rank has left in memory
     # Steps whose states can be computed from a state in memory and a log of updates.
     replays: tuple[int, ...] = ()
-    log_size_bytes: int = 0  # size of its log at its end (later bytes are a successor's); 0: not known
+    # Size of its log file at its end (later bytes are from its successor); 0: not known.
+    log_size_bytes: int = 0
     # Processes of its node's control group that the kernel killed for lack of memory in the lifetime of the member.
     oom_kills: int = 0
 
@@ -417,7 +452,10 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class StartMembers(Message, frozen=True):
-    """Order to start these workers in ``generation``. ``resume`` names the save to load first, if one is known."""
+    """Order to an agent to start these workers in ``generation``.
+
+    ``resume`` names the save to load; empty: the newest checkpoint.
+    """
 
     node_id: NodeId
     generation: Generation
@@ -426,7 +464,7 @@ class StartMembers(Message, frozen=True):
     members: tuple[Assignment, ...]
     resume: str = ""  # directory name below the root
     restart_count: int = 0
-    kv_node: str = ""  # node whose agent has the key space of the generation; empty: each its own
+    kv_node: str = ""  # node whose agent has the key space of the generation; empty: each agent has its own
     master_host: str = ""  # the node of rank 0, for MASTER_ADDR; empty: the agent's own setting
     master_port: int = 0
     join: bool = False  # they replace lost ranks of a job whose other ranks keep their processes
@@ -434,20 +472,21 @@ class StartMembers(Message, frozen=True):
 
 
 class KillMember(Message, frozen=True):
-    """Order to kill a worker and its process group with SIGKILL. With ``grace_s`` > 0, SIGTERM comes first."""
+    """Order to kill a worker and its process group with SIGKILL. With ``grace_s`` > 0, SIGTERM is sent first."""
 
     member_id: MemberId
     node_id: NodeId
     reason: str
     grace_s: float = 0.0
-    silent: bool = False  # it has not answered in time: the agent sends ``Evidence`` about it before the kill
-    # It was killed long ago and still exists (an uninterruptible wait). None of its code runs again, so its status page
-    # is reported as its end.
+    # The worker has not answered in time: the agent sends ``Evidence`` about it before the kill.
+    silent: bool = False
+    # The worker was killed long ago and still exists (an uninterruptible wait). None of its code runs again, so the
+    # agent reports its status page as its end.
     given_up: bool = False
 
 
 class EndRun(Message, frozen=True):
-    """Order that ends the run: kill the remaining processes, report ``code``."""
+    """Order to an agent to end the run: kill the remaining processes, and report ``code``."""
 
     code: int
     reason: str
@@ -458,29 +497,32 @@ class EndRun(Message, frozen=True):
 
 
 class ExitRun(Message, frozen=True):
-    """Request of ``holdfast exit``: agree on a step, save, leave. After ``grace_s`` the run ends in any case."""
+    """Request of ``holdfast exit``: agree on a step, save, leave.
+
+    After ``grace_s`` seconds the run ends in any case.
+    """
 
     grace_s: float
     source: str
     cancel: bool = False  # withdraw an earlier request
-    # Ask only this one of several nodes, because its launcher was signalled or has ended; empty: the whole job.
+    # Only this node leaves, because its launcher was signalled or has ended; empty: the whole job leaves.
     node_id: str = ""
 
 
 class ExitCancelled(Message, frozen=True):
-    """Message to every agent: no request to leave is in force, and none is to be repeated to the next controller."""
+    """Message to every agent that no request to leave is in force, so none is to be repeated to the next controller."""
 
     source: str
 
 
 class StopRun(Message, frozen=True):
-    """Request to end at once (second Ctrl-C)."""
+    """Request to end the run at once, without a save (second Ctrl-C)."""
 
     reason: str
 
 
 class Ack(Message, frozen=True):
-    """Answer to a request of the command line."""
+    """Answer to a request of the command line. ``ok``: the request was accepted."""
 
     ok: bool
     detail: str = ""
@@ -490,7 +532,7 @@ class Ack(Message, frozen=True):
 
 
 class KvRequest(Message, frozen=True):
-    """One operation on the key-value store of a generation. ``wait`` blocks on the server until all keys exist."""
+    """One operation on the key-value store of a generation. The operation ``wait`` blocks until all keys exist."""
 
     request_id: int
     op: Literal["set", "get", "add", "wait", "check", "compare_set", "delete", "count", "append"]
@@ -515,7 +557,7 @@ class KvReply(Message, frozen=True):
 
 
 class Tick(Message, frozen=True):
-    """Event: a timer set by :class:`SetTimer` fired."""
+    """Event: the timer ``name``, set by :class:`SetTimer`, has fired."""
 
     name: str
 
@@ -531,7 +573,7 @@ class ControllerGone(Message, frozen=True):
 
 
 class ControllerHere(Message, frozen=True):
-    """Event for an agent: the connection to the first or a restarted controller is up. The agent sends its hello."""
+    """Event for an agent: it is connected to the first or a restarted controller. The agent sends its hello."""
 
 
 class LauncherGone(Message, frozen=True):
@@ -542,7 +584,7 @@ class LauncherGone(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """Base of commands that are not messages to another process."""
+    """Base of the commands of a state machine to the code that drives it (the shell)."""
 
 
 class Send(Command, frozen=True):
@@ -550,8 +592,8 @@ class Send(Command, frozen=True):
 
     Attributes:
         to: ``agent:<node>``, ``member:<id>``, ``controller``, ``launcher`` or ``shell``. The shell is the code that
-            drives this state machine in its own process. In an agent it starts the workers of a StartMembers and
-            signals that of a KillMember.
+            drives this state machine in its own process. In an agent the shell starts the workers that StartMembers
+            names, and signals the worker that KillMember names.
     """
 
     to: str
@@ -559,35 +601,38 @@ class Send(Command, frozen=True):
 
 
 class SetTimer(Command, frozen=True):
-    """Command to post :class:`Tick` after ``delay_s``. Setting a name again replaces its timer."""
+    """Command to post :class:`Tick` with this name after ``delay_s`` seconds.
+
+    Setting a name again replaces its timer.
+    """
 
     name: str
     delay_s: float
 
 
 class CancelTimer(Command, frozen=True):
-    """Command to drop a timer."""
+    """Command to drop the timer of this name."""
 
     name: str
 
 
 Field = str | int | float | bool | list[int] | list[str] | None
-"""Type of a field of a log record."""
+"""Type of a field in a record of the event log."""
 
 
 class LogRecord(Command, frozen=True):
-    """Command to write one record of the event log. ``kind`` is documented in ``docs/events.md``."""
+    """Command to write one record to the event log. ``docs/events.md`` documents each ``kind``."""
 
     kind: str
     data: dict[str, Field]
 
 
 class RestartController(Command, frozen=True):
-    """Command of an agent: the controller has ended, start that of the next term."""
+    """Command of an agent, whose controller has ended: start the controller of the next term."""
 
 
 class Finish(Command, frozen=True):
-    """Command to end the run: journal it, send it to the agents, end the controller."""
+    """Command to end the run: journal the end, send it to the agents, end the controller."""
 
     code: int
     reason: str

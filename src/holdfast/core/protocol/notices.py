@@ -1,7 +1,7 @@
 """Notices that a node will leave: the messages about them, and the notices that an agent keeps.
 
-They belong to the vocabulary of ``core/protocol/messages.py`` and follow its rules. A notice is in force until its
-source withdraws it or the node has left. Times are sent as remaining seconds, because the clocks of nodes differ.
+These messages follow the rules of ``core/protocol/messages.py``. A notice is in force until its source withdraws it or
+the node has left. Times are sent as remaining seconds, because the clocks of nodes differ.
 
 Invariants:
 1. A notice in force is sent to every new controller.
@@ -17,14 +17,15 @@ from holdfast.core.protocol.messages import Assignment, Message
 
 NO_DEADLINE = -1.0
 BY_HAND = "holdfast drain"
-"""Source of the notices that the command line gives."""
+"""Source of the notices that ``holdfast drain`` gives."""
 
 
 class Notice(Message, frozen=True):
     """Report of an agent that a node will leave. With an empty ``node_id`` the whole job will end.
 
     Attributes:
-        left_s: seconds until then; NO_DEADLINE: not known.
+        source: the origin of the notice, for example a command or an event of the cloud.
+        left_s: seconds until the node leaves; NO_DEADLINE: not known.
         withdrawn: the source has withdrawn the notice.
     """
 
@@ -35,28 +36,28 @@ class Notice(Message, frozen=True):
 
 
 class NoticeOver(Message, frozen=True):
-    """Message to every agent: the notices of this node from ``source`` are over; empty: from all sources."""
+    """Message to every agent that the notices of ``source`` about a node are over; empty: those of all sources."""
 
     node_id: NodeId
     source: str = ""
 
 
 class DrainNode(Message, frozen=True):
-    """Request of ``holdfast drain`` to an agent: a notice by hand. The answer is an ``Ack``."""
+    """Request of ``holdfast drain`` to an agent to give or withdraw a notice about a node. The answer is an ``Ack``."""
 
     node_id: NodeId
     left_s: float = NO_DEADLINE
     withdrawn: bool = False
 
     def as_notice(self) -> Notice:
-        """Return the notice that the agent sends to the controller."""
+        """Return this request as the notice that the agent sends to the controller."""
         return Notice(node_id=self.node_id, source=BY_HAND, left_s=self.left_s, withdrawn=self.withdrawn)
 
 
 class PrepareSeats(Message, frozen=True):
     """Order to an agent: build processes for these ranks, which will move to its node.
 
-    No members: end those processes.
+    No members: end the processes that an earlier order has built.
     """
 
     node_id: NodeId
@@ -66,7 +67,7 @@ class PrepareSeats(Message, frozen=True):
 
 
 class SeatsPrepared(Message, frozen=True):
-    """Report that these ranks have a prepared process on this node. ``failed``: why one could not be built."""
+    """Report that these ranks have a prepared process on this node. ``failed``: why a process could not be built."""
 
     node_id: NodeId
     ranks: tuple[int, ...]
@@ -74,14 +75,14 @@ class SeatsPrepared(Message, frozen=True):
 
 
 class HoldOrder(Message, frozen=True):
-    """Order to one worker: ask in the next vote that all ranks stop at the end of that step, for a change of seats."""
+    """Order to one worker: request in its next vote that all ranks stop after that step, for a change of seats."""
 
     member_id: MemberId
     generation: Generation
 
 
 class HoldReached(Message, frozen=True):
-    """Answer to :class:`HoldOrder`: all ranks have agreed in a vote.
+    """Answer to :class:`HoldOrder`: a vote has carried the request, and all ranks stop.
 
     This rank waits before ``step`` for a short time. The controller answers with a fence or with :class:`HoldOver`.
     """
@@ -92,7 +93,7 @@ class HoldReached(Message, frozen=True):
 
 
 class HoldOver(Message, frozen=True):
-    """Order to one worker: no seats are changed, do not wait before ``step`` any longer. It names one stop only."""
+    """Order to one worker: no seats are changed, so do not wait before ``step`` any longer. It ends that stop only."""
 
     member_id: MemberId
     generation: Generation
@@ -100,13 +101,13 @@ class HoldOver(Message, frozen=True):
 
 
 class Notices:
-    """The notices in force that one agent sends to the controller."""
+    """The notices in force that one agent keeps and sends to each controller."""
 
     def __init__(self) -> None:
         self._standing: dict[tuple[NodeId, str], tuple[Notice, float]] = {}
 
     def note(self, now: float, notice: Notice) -> bool:
-        """Keep a notice, or remove the one that it withdraws. Return False when nothing has changed."""
+        """Keep a notice, or remove the notice that it withdraws. Return True if the controller must receive it."""
         key = (notice.node_id, notice.source)
         known = self._standing.get(key)
         if notice.withdrawn:
@@ -121,13 +122,13 @@ class Notices:
         return True
 
     def over(self, order: NoticeOver) -> None:
-        """Remove the notices that are over, so that they are not sent again."""
+        """Remove the notices that ``order`` declares over, so that they are not sent again."""
         for node_id, source in list(self._standing):
             if node_id == order.node_id and order.source in ("", source):
                 del self._standing[node_id, source]
 
     def standing(self, now: float) -> list[Notice]:
-        """Return all notices in force, with their remaining time."""
+        """Return all notices in force, each with its remaining seconds at ``now``."""
         return [
             notice if notice.left_s < 0 else msgspec.structs.replace(notice, left_s=max(0.0, due_s - now))
             for _, (notice, due_s) in sorted(self._standing.items())

@@ -18,7 +18,10 @@ from holdfast.core.protocol.messages import Command, KvReply, KvRequest, Message
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """The address of one agent for the others. ``home`` identifies its run directory, which a successor agent keeps."""
+    """The address of one agent for the other agents.
+
+    ``home`` identifies its run directory, which a successor agent keeps.
+    """
 
     node_id: NodeId
     home: str
@@ -33,17 +36,17 @@ Versions = Annotated[dict[VersionText, VersionText], msgspec.Meta(max_length=16)
 
 
 class PeerHello(Message, frozen=True):
-    """First message on a connection between agents: sender, its settings, and the agents it knows.
+    """First message on a connection between agents: the sender, its settings, and the agents that it knows.
 
     Attributes:
         peer: the sender.
-        job: name of the job that the sender belongs to; empty: none.
+        job: name of the job that the sender belongs to; empty: no job.
         nodes: number of nodes.
-        slots: workers of each node, or one number if all have as many.
+        slots: number of workers of each node, or one number if all nodes have as many.
         known: the agents that the sender knows.
-        holdfast: version of the sender. An agent with another one does not belong to the job.
+        holdfast: version of Holdfast of the sender. An agent with another version does not belong to the job.
         versions: versions of other software that should be the same everywhere.
-        near: name of the job that an agent connected to the sender belongs to; empty: none.
+        near: name of the job that an agent connected to the sender belongs to; empty: no job.
     """
 
     peer: Peer
@@ -57,9 +60,9 @@ class PeerHello(Message, frozen=True):
 
 
 class PeerList(Message, frozen=True):
-    """The list of all agents that the sender knows, and the names of jobs. It is sent again when one of them changes.
+    """The list of all agents that the sender knows, and the names of its jobs. It is sent again after each change.
 
-    ``job`` and ``near`` are those of :class:`PeerHello`.
+    ``job`` and ``near`` have the meaning of the fields in :class:`PeerHello`.
     """
 
     job: str
@@ -68,13 +71,13 @@ class PeerList(Message, frozen=True):
 
 
 class PeerRefused(Message, frozen=True):
-    """Refusal of an agent that does not fit the job: another node number, number of workers, or version."""
+    """Refusal of an agent that does not fit the job: another number of nodes, number of workers, or version."""
 
     reason: str
 
 
 class KvForward(Message, frozen=True):
-    """A key-value request of a worker, for the agent that has the key space of its generation.
+    """A key-value request of a worker, for the agent that has the key space of the worker's generation.
 
     ``attempt``: number of the start of all workers that the request belongs to.
     """
@@ -85,7 +88,7 @@ class KvForward(Message, frozen=True):
 
 
 class KvBack(Message, frozen=True):
-    """The answer to :class:`KvForward`."""
+    """Answer to :class:`KvForward`, for the worker ``member_id``."""
 
     member_id: MemberId
     reply: KvReply
@@ -95,26 +98,29 @@ class KvBack(Message, frozen=True):
 
 
 class VoterSet(msgspec.Struct, frozen=True, order=True):
-    """The agents that elect the controller. Sets are totally ordered by (term that issued it, number of the change)."""
+    """The agents that elect the controller.
+
+    Voter sets are totally ordered by (term that issued the set, its number).
+    """
 
     term: int
     number: int
     voters: tuple[NodeId, ...]
-    witness: bool = False  # a lease object in the checkpoint root decides between two voters
+    witness: bool = False  # an object in the checkpoint root decides which of two voters continues
 
     @property
     def quorum(self) -> int:
-        """The number of votes that elect."""
+        """The number of votes that elect a leader."""
         return len(self.voters) // 2 + 1
 
 
 class RequestVote(Message, frozen=True):
-    """Request of an agent that wants to lead in ``term``.
+    """Request of an agent for a vote, because it wants to lead in ``term``.
 
-    A ``trial`` only asks for the likely answer and binds no voter.
+    With ``trial`` it asks only how the voter would answer, which binds no voter.
 
     Attributes:
-        log: (term, number) of the newest line of a controller in the event log of the candidate's node.
+        log: (term, number) of the newest record of a controller in the event log of the candidate's node.
     """
 
     candidate: NodeId
@@ -125,9 +131,10 @@ class RequestVote(Message, frozen=True):
 
 
 class VoteReply(Message, frozen=True):
-    """Answer to :class:`RequestVote`. If granted, ``term`` is the requested one; if refused, the voter's own.
+    """Answer to :class:`RequestVote`. ``term`` is the requested one if ``granted``, otherwise the term of the voter.
 
-    ``blank``: the voter knows no electorate. Its host may have been installed again, and its earlier votes are lost.
+    ``blank``: the voter knows no electorate. Its host may have been installed again, and its earlier votes are then
+    lost.
     """
 
     voter: NodeId
@@ -138,7 +145,7 @@ class VoteReply(Message, frozen=True):
 
 
 class Lead(Message, frozen=True):
-    """The leader and the address of its controller."""
+    """Message that names the leader of ``term`` and the address of its controller."""
 
     leader: NodeId
     term: int
@@ -147,7 +154,10 @@ class Lead(Message, frozen=True):
 
 
 class ConfigChange(Message, frozen=True):
-    """Message of the leader of ``term`` that changes the electorate. ``committed``: enough voters keep the change."""
+    """Message of the leader of ``term`` that changes the electorate.
+
+    ``committed``: enough voters have stored the change.
+    """
 
     leader: NodeId
     term: int
@@ -156,7 +166,7 @@ class ConfigChange(Message, frozen=True):
 
 
 class ConfigChangeAck(Message, frozen=True):
-    """Report of a voter that it keeps this electorate."""
+    """Report of a voter that it has stored this electorate."""
 
     voter: NodeId
     electorate: VoterSet
@@ -166,22 +176,22 @@ class ConfigChangeAck(Message, frozen=True):
 
 
 class JobFormed(Message, frozen=True):
-    """Event for an agent: the agents of the job have met. From now on they leave together."""
+    """Event for an agent: the agents of the job have met. From now on this agent does not leave on its own."""
 
 
 class Founded(Message, frozen=True):
-    """Event for an election: the first agents have met. They are the voters."""
+    """Event for an election: the first agents have met and are the voters."""
 
     voters: tuple[NodeId, ...]
     witness: bool
 
 
 class LeaderLost(Message, frozen=True):
-    """Event for an election: the connection to the controller closed or is silent."""
+    """Event for an election: the connection to the controller was closed, or the controller is silent."""
 
 
 class LogHeld(Message, frozen=True):
-    """The newest line of a controller in the event log of this node (event for an election)."""
+    """Event for an election: (term, number) of the newest record of a controller in the event log of this node."""
 
     term: int
     number: int
@@ -196,7 +206,7 @@ class ControllerUp(Message, frozen=True):
 
 
 class PeerHere(Message, frozen=True):
-    """Event for an election: a connection to another agent is up."""
+    """Event for an election: this agent is connected to another agent."""
 
     node_id: NodeId
 
@@ -212,7 +222,7 @@ class WitnessReply(Message, frozen=True):
 
 
 class PersistHardState(Command, frozen=True):
-    """Command of an election: write this to disk before the next command is executed."""
+    """Command of an election: write this state to disk before the next command is executed."""
 
     term: int
     voted_for: str
@@ -221,32 +231,35 @@ class PersistHardState(Command, frozen=True):
 
 
 class StartController(Command, frozen=True):
-    """Command after a won election: start the controller of ``term``."""
+    """Command of an election that this agent has won: start the controller of ``term``."""
 
     term: int
 
 
 class Follow(Command, frozen=True):
-    """Command to connect to the controller of ``lead``."""
+    """Command to connect to the controller whose address is in ``lead``."""
 
     lead: Lead
 
 
 class StepDown(Command, frozen=True):
-    """Command to end the controller of this agent: it is no longer the leader."""
+    """Command to end the controller of this agent, because the agent is no longer the leader."""
 
     reason: str
 
 
 class Claim(Command, frozen=True):
-    """Command to ask the witness for change ``number`` of the electorate. The answer is :class:`WitnessReply`."""
+    """Command to propose ``voters`` to the witness for change ``number`` of the electorate.
+
+    The witness answers with WitnessReply.
+    """
 
     number: int
     voters: tuple[NodeId, ...]
 
 
 class GiveUp(Command, frozen=True):
-    """Command to seal the newest step that all ranks have committed, and leave: no majority can be reached."""
+    """Command to seal the newest step that all ranks have committed, and to leave: no majority can be reached."""
 
     reason: str
 
@@ -263,4 +276,4 @@ PeerMessage = (
     | ConfigChange
     | ConfigChangeAck
 )
-"""All messages that travel between agents."""
+"""All messages that are sent between agents."""

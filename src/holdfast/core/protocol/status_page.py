@@ -6,7 +6,7 @@ Step and phase share one word, so that a reader always gets both from the same m
 
 Invariants:
 1. ``STATE`` shows UPDATE(s) before the first parameter of step s changes, and READY(s+1) only after the block ended.
-2. A reader trusts a page only when ``GENERATION`` equals the generation that it decides about.
+2. A reader trusts a page only when ``GENERATION`` equals the generation that the reader decides about.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE_SIZE_BYTES = FLIGHT_AT + FLIGHT_SLOTS * FLIGHT_SLOT_BYTES
 
 
 class Word(IntEnum):
-    """Index of each 64-bit word of the page."""
+    """Index of each 64-bit word of the status page."""
 
     MAGIC = 0
     VERSION = 1
@@ -50,18 +50,18 @@ class Word(IntEnum):
     STAGED = 15
     WORK = 16  # bytes of state moved in a recovery; only a change of the value means something
     FENCED = 17  # generation of the fence that holds this process; 0: none
-    DUE = 18  # 1: ordered to continue in place, the main thread has not done it yet
+    DUE = 18  # 1: ordered to continue in place, and the main thread has not continued yet
     SEQUENCE = 24  # collectives started since the block of this step began
-    USUAL_SEQUENCE = 25  # usual value of SEQUENCE: that at the vote of the last committed step
-    BUSY_NS = 26  # duration of the last committed step from its begin to its vote, without waits for peers
-    ARRIVED = 27  # digest of the newest state in memory that another node has too; 0: none
+    USUAL_SEQUENCE = 25  # value of SEQUENCE at the vote of the last committed step
+    BUSY_NS = 26  # duration of the last committed step from its start to its vote, without waits for peers
+    ARRIVED = 27  # digest of the newest state in memory that another node also has; 0: none
     DONE = 28  # steps committed by this process
     SPRUNG_NS = 29  # drill only: CLOCK_MONOTONIC when the process found its trap
     SECTION = 32  # name of the announced section: SECTION_SIZE_BYTES of UTF-8 from here, padded with zeros
 
 
 class Phase(IntEnum):
-    """Phase of a worker. A state of the step protocol has one or several phases.
+    """Phase of a worker, as its status page shows it. A state of the step protocol has one or several phases.
 
     FORWARD, BACKWARD = COMPUTE; UPDATE, COMMIT = UPDATING; READY, SAVE = COMMITTED.
     """
@@ -86,7 +86,7 @@ class Phase(IntEnum):
 
 
 class PageFlag(IntFlag):
-    """Bits of ``Word.FLAGS``."""
+    """Bits of the word ``FLAGS`` on the status page of a worker."""
 
     STACKS = 1  # STACKS_SIGNAL makes this process write its stacks
     COMPILING = 2
@@ -95,10 +95,10 @@ class PageFlag(IntFlag):
 
 
 class TrapAction(IntEnum):
-    """The effect of a trap, which a drill sets, on the worker that reaches the trap's phase and step."""
+    """The effect of a trap, set by a drill, on the worker that reaches the phase and step of the trap."""
 
     NONE = 0
-    HOLD = 1  # stop there until an injector kills the process
+    HOLD = 1  # stop at the trap until an injector kills the process
     RAISE = 2  # raise an ordinary exception in the main thread
     EXIT = 3  # os._exit(1)
     LOOP = 4  # spin in Python for ever
@@ -110,20 +110,20 @@ class TrapAction(IntEnum):
 
 
 def pack_state(step: int, phase: Phase) -> int:
-    """Return step and phase as one word."""
+    """Return ``step`` and ``phase`` packed into one 64-bit word."""
     return (step << 8) | int(phase)
 
 
 def unpack_state(word: int) -> tuple[int, Phase]:
-    """Return the step and phase that :func:`pack_state` packed."""
+    """Return the step and the phase that :func:`pack_state` packed into ``word``."""
     return word >> 8, Phase(word & 0xFF)
 
 
 def pack_trap(action: TrapAction, phase: Phase, step: int) -> int:
-    """Return a trap as one word. The action must fit 7 bits, the phase 8 and the step 48."""
+    """Return a trap packed into one word. The action must fit 7 bits, the phase 8 and the step 48."""
     return (int(action) << 56) | (int(phase) << 48) | step
 
 
 def unpack_trap(word: int) -> tuple[TrapAction, Phase, int]:
-    """Return the trap that :func:`pack_trap` packed."""
+    """Return the action, phase and step that :func:`pack_trap` packed into ``word``."""
     return TrapAction(word >> 56), Phase((word >> 48) & 0xFF), word & 0xFFFFFFFFFFFF

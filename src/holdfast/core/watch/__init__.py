@@ -4,6 +4,6 @@
 - ``hang_attribution``: the rank that causes a hang.
 - ``activity``: progress during a recovery.
 - ``stragglers``: slow ranks.
-- ``corruption``: copies of the state that differ.
+- ``corruption``: copies of the state that differ between ranks.
 - ``recomputation``: gradients that another rank computes differently.
 """

@@ -1,6 +1,6 @@
-"""The report of an agent on the processes that a recovery may wait for: those with progress, and stopped ones.
+"""The report of an agent on the processes that a recovery may wait for: processes with progress, and stopped ones.
 
-Theory. In a recovery, and before its first step, a worker does work that grows with its state: it gives, takes,
+Theory. In a recovery, and before its first step, a worker does work that grows with its state: it gives, receives,
 compares and writes bytes, and counts them on its status page (``Word.WORK``). The controller kills only workers without
 progress (``core/job/wait_bounds.py``), so the agent reports that there is progress, not how much. It reports no
 progress of workers that train: ``core/watch/stall_detector.py`` judges them. It reports stopped processes in every
@@ -10,7 +10,7 @@ Invariants:
 1. Progress is reported at most once in ``SAY_S``. Without progress, no report is sent.
 2. A process is reported as stopped when all looks during ``stopped_s`` have found it stopped, and again while it stays
    stopped. The end of the stop is reported once.
-3. Nothing here reads a clock: ``now`` is an argument, in seconds.
+3. This module reads no clock: ``now`` is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class WorkerSeen(NamedTuple):
     """The result of one look at one living worker."""
 
     member_id: MemberId
-    mark: tuple[int, ...]  # differs from the last one when the worker has made progress
-    recovers: bool  # it was fenced and does not train yet, or has not done a step
+    mark: tuple[int, ...]  # differs from the mark of the last look if the worker has made progress
+    recovers: bool  # the worker was fenced and does not train yet, or has not done a step
     stopped: bool  # its process is stopped
 
 
 class Activity:
-    """The progress of the workers of one node. Call ``look`` regularly.
+    """The progress of the workers of one node. The agent calls ``look`` regularly.
 
     Args:
         node_id: the node.
-        stopped_s: seconds for which a process must be stopped before a report. A debugger stops a process for a moment.
+        stopped_s: seconds for which a process must be stopped before it is reported; a debugger's stop is shorter.
     """
 
     def __init__(self, node_id: NodeId, stopped_s: float) -> None:
@@ -57,7 +57,7 @@ class Activity:
         return now - self._looked_s >= LOOK_S
 
     def look(self, now: float, seen: Sequence[WorkerSeen]) -> Active | None:
-        """Take one look at all living workers. Return the report to send, or None."""
+        """Record one look at all living workers. Return the report to send, or None."""
         self._looked_s = now
         known, self._marks = self._marks, {one.member_id: one.mark for one in seen}
         self._moving |= {o.member_id for o in seen if o.recovers and known.get(o.member_id, o.mark) != o.mark}

@@ -1,4 +1,4 @@
-"""The handling of copies of the state that differ: a majority of the holders names the wrong copy by its digest.
+"""The handling of copies of the state that differ: a majority of the holders identifies the wrong copy by its digest.
 
 Theory. A vote shows that copies differ, but not which copy is wrong. Every rank therefore sends the digests of its
 state, which is divided into the same parts on all ranks. If a majority of three or more holders agrees, the others are
@@ -33,9 +33,9 @@ PLACES_MAX = 16
 
 
 class Suspects(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks with a wrong copy.
+    """The ranks that may hold a wrong copy of the state.
 
-    ``certain``: a majority of the holders shows it; otherwise any of ``ranks`` may be wrong.
+    ``certain``: a majority of the holders shows that each of ``ranks`` is wrong; otherwise any of them may be wrong.
     """
 
     ranks: tuple[int, ...]
@@ -47,8 +47,8 @@ def suspects(reported: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[i
     """Compare the digests of the ranks part by part. Return the ranks with a wrong copy.
 
     Args:
-        reported: for each rank, its digests.
-        asked: the ranks that were asked. A majority is counted among these.
+        reported: the digests of each rank that has sent some.
+        asked: all ranks that were asked for digests. A majority is counted among the holders that are in ``asked``.
     """
     places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, copies in sorted(reported.items()):
@@ -78,7 +78,10 @@ def suspects(reported: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[i
 
 
 class Corruption:
-    """The part of the controller that handles differing copies of the state. ``job`` is shared with the controller."""
+    """The part of the controller that handles differing copies of the state.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -102,7 +105,7 @@ class Corruption:
             self._judge(now)
 
     def vouched(self, now: float, member: Member, event: StateDigests) -> None:
-        """Handle the digests of a state that a source is about to save or to give."""
+        """Handle the digests of a state that a source is about to save or to give to replacements."""
         if event.generation != self.job.generation:
             return
         digests = self.recovery.digests_reported(member.rank, event)
@@ -121,10 +124,10 @@ class Corruption:
         self._accuse(now, found, event.step)
 
     def tick(self, now: float, name: str) -> bool:
-        """Handle the timer of this class. Return False when the name is another timer."""
+        """Handle the timer ``copies``. Return False if ``name`` is another timer."""
         if name != "copies":
             return False
-        if self._generation == self.job.roster.generation:  # otherwise it is about workers that have ended
+        if self._generation == self.job.roster.generation:  # otherwise the reporting workers have ended
             self._judge(now)
         return True
 

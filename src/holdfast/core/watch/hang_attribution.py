@@ -6,7 +6,7 @@ are tried in this order:
 - the process: it is stopped, or in an uninterruptible wait;
 - the loop: a rank has left its loop while others are in a block of the same step or a later one;
 - the collective: all ranks of one group must run the same collectives in the same order;
-- the place: a rank has not reached the place where all others wait, or has passed it;
+- the position: a rank has not reached the position in the step where all others wait, or has passed it;
 - the device, if hosts queue collectives and do not wait for them;
 - the work: a rank computes while all others sleep.
 
@@ -15,7 +15,8 @@ frees them and they try again.
 
 Invariants:
 1. No rank is named without a reason that can be checked by hand against the evidence.
-2. Several ranks at one place are not killed together unless each is guilty on its own; a majority never is.
+2. Several ranks at one position are killed together only if each of them is guilty on its own. A majority of the ranks
+   is never killed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from holdfast.core.protocol.health_messages import DeviceSeen, RankEvidence
 Confidence = Literal["certain", "likely", "unclear"]
 Answer = Literal["kill", "retry", "wait"]
 
-BUSY = 0.5  # share of a core during the sampling time from which on a process computes
-CROWDED = 0.2  # the same for a process that is running at the look: its host may be overloaded
+BUSY = 0.5  # a process computes if it used at least this share of a core during the inspection
+CROWDED = 0.2  # the same limit for a process in state R (running): its host may be overloaded
 PLACE: dict[str, float] = {
     "resuming": 0.5, "save": 0, "ready": 0, "section": 0, "loading": 0,
     "forward": 1, "backward": 2, "vote": 3, "update": 4, "commit": 5,
@@ -54,11 +55,11 @@ class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     confidence: Confidence = "unclear"
     reason: str
-    by_process: bool = False  # the state of the process is the reason, whatever code it runs
+    by_process: bool = False  # the state of the process is the reason, for any code that it runs
 
 
 def blame(evidence: Sequence[RankEvidence]) -> HangVerdict:
-    """Return the verdict on the ranks of a stalled job."""
+    """Return the verdict on the ranks of a stalled job, from the evidence about each rank."""
     seen = [e for e in evidence if e.phase not in OUT]
     if not seen:
         return HangVerdict(answer="wait", reason="every rank waits for the control plane")
@@ -88,7 +89,7 @@ def blame(evidence: Sequence[RankEvidence]) -> HangVerdict:
 
 
 def where(one: RankEvidence) -> str:
-    """Return the place of a rank as text, for example ``backward of step 20, collective 3``."""
+    """Return the position of a rank as text, for example ``backward of step 20, collective 3``."""
     if one.phase == "starting" and one.sequence:
         return f"collective {one.sequence} of a script without a session"
     if one.phase == "starting":
@@ -129,7 +130,9 @@ def _state(one: RankEvidence, what: str) -> str:
 
 
 def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Return a verdict against ranks that left their loops at a step whose block, or a later one, others still run."""
+    """Return a verdict against ranks that left their loop at a step whose block, or a later block, other ranks still
+    run.
+    """
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
     if not left or 2 * len(left) > len(left) + len(inside):
@@ -165,7 +168,7 @@ def _made(one: RankEvidence, group: str) -> int:
 
 
 def _by_collective(seen: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Return a verdict against ranks whose collective differs from that of the others at the same number."""
+    """Return a verdict against ranks whose collective differs from the majority's collective of the same number."""
     made: dict[tuple[str, int], dict[int, str]] = {}
     stuck = {(c.group, c.number) for e in seen for c in e.collectives if c.under_way and c.number}
     for one in seen:
@@ -214,7 +217,7 @@ def _by_place(seen: Sequence[RankEvidence]) -> HangVerdict | None:
         return HangVerdict(
             answer="kill", ranks=_ranks(busy), confidence="likely", reason=f"{reason}, and it computes"
         )
-    # One of them delays the others of its group, and nothing shows which. A fence frees those that only wait.
+    # One of ``odd`` delays the others of its group, and nothing shows which. A fence frees ranks that only wait.
     return HangVerdict(answer="retry", reason=f"one of ranks {', '.join(map(str, _ranks(odd)))}: {reason}")
 
 
@@ -265,7 +268,7 @@ def _ranks(found: Sequence[RankEvidence]) -> tuple[int, ...]:
 
 
 def _others(count: int, does: str = "", do: str = "") -> str:
-    """Return a text such as ``3 others wait``, for the other ranks and what they do."""
+    """Return a text such as ``3 others wait``, for the other ranks and their activity."""
     return f"the other {does}".rstrip() if count == 1 else f"{count} others {do}".rstrip()
 
 

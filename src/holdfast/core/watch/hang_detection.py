@@ -2,18 +2,18 @@
 
 Theory. An agent reports when all workers of its node are stalled, and when one moves again. The job is stalled only
 when every node with a living worker has reported so. Then evidence is collected from all nodes, a pure function names
-the culprit, and an ordinary fault follows. The kill comes last: a worker that moves while evidence is collected cancels
-everything. Slow ranks are handled in ``core/watch/stragglers.py``.
+the culprit, and an ordinary fault follows. The kill comes last: if a worker moves while evidence is collected, no rank
+is named or killed. Slow ranks are handled in ``core/watch/stragglers.py``.
 
 While newcomers start, the other ranks wait for the control plane. Each newcomer is judged alone until it asks for its
 state. After that it may be waiting for others, and only a stopped process is evidence.
 
-A process that exceeds a time limit of a recovery is killed for that (``Job.time_out``). Its agent takes a last look at
-it first, which is logged as for every other hang.
+A process that exceeds a time limit of a recovery is killed for that (``Job.time_out``). Its agent first collects
+evidence about the process, which is logged as for every other hang.
 
 Invariants:
-1. No process is killed for lack of progress unless evidence that names it is in the log before. A process that is
-   killed because it did not answer is inspected first, and that evidence is logged before its death.
+1. No process is killed for lack of progress before evidence that names it is in the log. A process that is killed
+   because it did not answer is inspected first, and that evidence is logged before its death.
 2. During a recovery only newcomers are judged here: the recovery has timers for all members.
 """
 
@@ -40,12 +40,15 @@ from holdfast.core.protocol.messages import Field
 from holdfast.core.watch.hang_attribution import PLACE, HangVerdict, blame, where
 
 LINES_MAX = 64
-GATHER_S = 3.0  # an agent answers within this, or is left out
+GATHER_S = 3.0  # an agent answers within this time, or the verdict is made without its evidence
 PATIENCE_S = 2.0  # until the next look when no rank is to blame; doubled each time
 
 
 class Hangs:
-    """The part of the controller that handles hangs. ``job`` is shared with the controller."""
+    """The part of the controller that handles hangs.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -77,13 +80,16 @@ class Hangs:
     def _is_evident(self, event: Stalled) -> bool:
         """Return True if the stall is evidence of a hang.
 
-        Without a session, a working script cannot be distinguished from a hanging one, except by a collective or a
-        stopped process.
+        Without a session only two signs distinguish a hanging script from a working one: a collective, or a stopped
+            process.
         """
         return self.job.session or event.waiting or event.stopped
 
     def late(self, event: Late) -> None:
-        """Handle the report that a process before its first step is too slow. Collect evidence if it is a newcomer."""
+        """Handle the report that the start of a process is too slow.
+
+        If the process is a newcomer, collect evidence about it.
+        """
         if self._late is not None or self._newcomer(event) is None:
             return
         self._late = event
@@ -107,14 +113,14 @@ class Hangs:
         verdict = blame([one])
         if not verdict.by_process:
             if member.asked:
-                return  # it runs again
+                return  # its process is no longer stopped
             reason = f"its start has made no progress for {one.idle_s:.1f} s, many times what others took"
             verdict = HangVerdict(answer="kill", ranks=(one.rank,), confidence="likely", reason=reason)
         self.job.record("hang", **_fields(verdict, [one]))
         self.job.kill(member, f"hangs: {verdict.reason}", hung_at_s=now - one.idle_s)
 
     def moved(self, now: float, event: ProgressResumed) -> None:
-        """Handle the report that a worker moves again: the job does not hang."""
+        """Handle the report that a worker moves again: the job does not hang, and collected evidence is dropped."""
         if self._stalled.pop(event.node_id, None) is None:
             return
         if self._evidence is not None or self._waits:
@@ -122,12 +128,12 @@ class Hangs:
         self._forget()
 
     def rejoined(self, node_id: NodeId) -> None:
-        """Drop the report of an agent that was replaced: its successor may never report that the stall is over."""
+        """Drop the stall that a replaced agent has reported: its successor may never report that the stall is over."""
         if self._stalled.pop(node_id, None) is not None:
             self._forget()
 
     def evidence(self, now: float, event: Evidence) -> None:
-        """Handle the evidence of one agent."""
+        """Handle the evidence that one agent has collected. When all agents have answered, judge the hang."""
         if event.number == LAST_LOOK:
             self._note_last(event)
             return
@@ -141,7 +147,7 @@ class Hangs:
             self._judge(now)
 
     def _note_last(self, found: Evidence) -> None:
-        """Log the last look at a process that is killed because it did not answer."""
+        """Log the evidence about a process that is killed because it did not answer."""
         for one in found.ranks:
             member = self.job.roster.get(one.member_id)
             if member is not None and member.alive and member.kill_reason:
@@ -151,7 +157,7 @@ class Hangs:
                 self.job.record("hang", **_fields(verdict, [one]))
 
     def tick(self, now: float, name: str) -> bool:
-        """Handle one of the timers of this class. Return False when the name is another timer."""
+        """Handle the timers ``gather``, ``patience`` and ``late``. Return False if ``name`` is another timer."""
         if name == "gather":
             if self._evidence is not None:
                 self._judge(now)
@@ -165,7 +171,10 @@ class Hangs:
         return True
 
     def _place(self, one: RankEvidence) -> str:
-        """Return the place where a rank hangs. Without a session, the number of its collective stands for the step."""
+        """Return the place where a rank hangs, as text.
+
+        Without a session, the place includes the number of its collective.
+        """
         place = one.where or one.phase
         return place if self.job.session else f"{place}, collective {one.sequence}"
 
@@ -253,7 +262,7 @@ def _fields(verdict: HangVerdict, ranks: Sequence[RankEvidence]) -> dict[str, Fi
 
 
 def line(one: RankEvidence) -> str:
-    """Return the evidence about one rank as one line."""
+    """Return the evidence about one rank as one line of text."""
     bound = f" (bound {one.bound_s:.1f} s)" if one.bound_s else ""
     still = f"still for {one.idle_s:.1f} s{bound}"
     parts = [f"rank {one.rank}: {where(one)}", still, f"process {one.process or '?'}", f"cpu {one.cpu:.0%}"]

@@ -4,8 +4,8 @@ Theory. A wrong gradient of one rank is added to all copies of the state. The co
 copies cannot detect the error. Other ranks therefore run the block of each rank again without collectives, with the
 same batch and random numbers, and digests of the gradients are compared. Copies of the state are numbered. The batch of
 copy ``owner`` is computed by that copy (offset 0) and by copy ``owner - 1`` (offset 1). If the results differ, copy
-``owner - 2`` computes it, too (offset 2; with two copies this is the owner again). All results are combined in one sum
-over all ranks. Each element of the sum is written by one rank.
+``owner - 2`` also computes the batch (offset 2; with two copies this is the owner again). All results are combined in
+one sum over all ranks. Each element of the sum is written by one rank.
 
 Invariants:
 1. All ranks read the same verdict, because it is a function of the sum.
@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 OFFSETS = 3
 AT_FIRST = 2
-"""Number of offsets that each check computes. The last offset is computed only where two results differ."""
+"""Number of offsets that each check computes. The third offset is computed only where two results differ."""
 
 _NOT_YET, _RAN, _UNABLE = 0, 1, 2
 _WORDS = 3
@@ -32,7 +32,7 @@ Outcome = Literal["agree", "ask", "wrong", "unlike", "unclear", "nothing"]
 
 
 class Ran(NamedTuple):
-    """One run of a block: 64-bit digests of its batch and of its gradients."""
+    """The result of one run of a block: 64-bit digests of its batch and of its gradients."""
 
     batch: int
     gradients: int
@@ -42,9 +42,10 @@ class RecomputationVerdict(NamedTuple):
     """The verdict on the results of all ranks in one check.
 
     Attributes:
-        outcome: ``agree``. ``ask``: two results differ, and a third one is missing. ``wrong``: ``ranks`` compute wrong
-            gradients. ``unlike``: other ranks draw another batch for ``ranks``. ``unclear``: the batches of ``ranks``
-            give different gradients, and no two ranks agree. ``nothing``: no results were compared.
+        outcome: ``agree``: all compared results are equal. ``ask``: two results differ, and a third one is missing.
+            ``wrong``: ``ranks`` compute wrong gradients. ``unlike``: other ranks draw another batch for ``ranks``.
+            ``unclear``: the batches of ``ranks`` give different gradients, and no two ranks agree. ``nothing``: no
+            results were compared.
         ranks: the ranks that the outcome is about.
     """
 
@@ -68,7 +69,7 @@ def encode(copy: int, copies: int, ran: Mapping[int, Ran | None]) -> list[int]:
     Args:
         copy: the number of the copy.
         copies: the number of copies.
-        ran: its results by offset; None where it could not compute one.
+        ran: the results of this copy by offset; None where it could not compute one.
 
     Returns:
         ``copies * OFFSETS * 3`` words, zero except for those of this copy.
@@ -84,7 +85,7 @@ def encode(copy: int, copies: int, ran: Mapping[int, Ran | None]) -> list[int]:
 
 
 def read(sums: Sequence[int], copies: int) -> RecomputationVerdict:
-    """Return the verdict on the summed results of all ranks.
+    """Return the verdict on ``sums``, the sum of the encoded results of all ranks.
 
     Example:
         >>> one = [encode(copy, 2, {0: Ran(copy, 7), 1: Ran(1 - copy, 7)}) for copy in (0, 1)]

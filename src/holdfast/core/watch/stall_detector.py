@@ -2,25 +2,25 @@
 
 Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in the
 vote of each step, so when one of them stops for good, soon all do. A node is *stalled* when every worker of it has made
-no progress for longer than its own time limit. A rank that waits for a slow rank exceeds its limit early, and that is
-harmless, because the limit of the slow rank counts. Which rank is to blame is decided after that
+no progress for longer than its own time limit. A rank that waits for a slow rank exceeds its limit early. That is
+harmless, because the limit of the slow rank counts. Which rank is to blame is decided later
 (``core/watch/hang_attribution.py``).
 
 Time limits (bounds) come from robust statistics: a factor times the median of the recent steps, at least a floor, and
-at least a multiple of the longest pause that the same phase has survived. Before there are samples they are generous.
-They are generous, too, outside of steps: the script announces sections by name, and their limits are learned by name. A
-script without a session shows only its collectives. A collective in progress has a limit learned from the time between
-collectives. Other code has a generous one.
+at least a multiple of the longest pause that the same phase has survived. Before there are samples, the limits are
+generous. Outside of steps they are also generous: the script announces sections by name, and their limits are learned
+by name. A script without a session shows only its collectives. A collective in progress has a limit learned from the
+time between collectives; other code of such a script has a generous limit.
 
 A process that starts while the other ranks train (a newcomer, a spare) is judged alone. It is *late* when it has made
-no progress for many times as long as the start of others took, or when it is stopped.
+no progress for many times as long as the start of other processes took, or when it is stopped.
 
 Invariants:
 1. A stall is reported once, and withdrawn once when any worker moves.
 2. Time without a look does not count against a worker: a frozen or overloaded host kills no worker.
-3. Nothing here reads a clock: ``now`` is an argument, in seconds.
-4. Learned values outlive their agent: a successor that receives them judges as its predecessor. Without them, the pages
-   show the duration of the last step, so a later step does not get the time limit of a first step.
+3. This module reads no clock: ``now`` is an argument, in seconds.
+4. Learned values outlive their agent: a successor that receives them judges as its predecessor did. Without them, the
+   status pages show the duration of the last step, so a later step does not get the time limit of a first step.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from holdfast.core.job.spares import is_spare
 from holdfast.core.protocol.status_page import Phase
 
 WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, Phase.LEFT, Phase.SPARE})
-"""Phases in which a worker waits for the control plane or is done: it delays no other rank."""
+"""Phases in which a worker waits for the control plane or is done, so that it delays no other rank."""
 IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
 SAMPLES_MAX = 64
 SAMPLES_MIN = 3  # committed steps of a process before its limit is learned
-# Times the floor until all have rebuilt their connections: thousands of ranks may have to meet.
+# Time limit in floors for all ranks to rebuild their connections: thousands of ranks may have to meet.
 DUE_FLOORS = 80
 APART_MIN = 20  # changes of the page of a script without a session before its limit is learned
 PEAK_STEPS = 64  # steps in which the weight of a survived pause falls to one half
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants of the time limits; seconds unless the name says otherwise."""
+    """The constants from which time limits are computed; in seconds unless the name says otherwise."""
 
-    factor: float = 10.0  # median steps without progress; 0: hangs are not detected
+    factor: float = 10.0  # time limit in median steps; 0: hangs are not detected
     floor_s: float = 1.5  # smallest time limit
     start_s: float = 1800.0  # before the session has opened
     # Between steps (code that announced nothing), in saves, in the first steps of a process.
@@ -61,16 +61,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageReading(NamedTuple):
-    """The result of one look at the page of one living worker."""
+    """The result of one look at the status page of one living worker."""
 
     member_id: MemberId
     rank: int
     step: int
     phase: Phase
-    mark: tuple[int, ...]  # differs from the last one when the worker has moved
+    mark: tuple[int, ...]  # differs from the mark of the last look if the worker has moved
     step_s: float  # duration of the last committed step
     busy_s: float  # duration of the last committed step without waits for peers
-    section: str = ""  # its present section, or the last one that ended
+    section: str = ""  # name of its present section, or of the last section that ended
     compiling: bool = False
     due: bool = False  # it was ordered to continue in place, and its main thread has not reacted yet
     meets: bool = False  # it waits between two steps for an agreement of all ranks, which never takes long
@@ -79,7 +79,7 @@ class PageReading(NamedTuple):
     waits: bool = False  # a collective is in progress
     stopped: bool = False  # its process is stopped: its phase gives it no extra time
     done: int = 0  # steps that its process has committed
-    scratch: bool = False  # not forked: it does imports that forked processes inherit
+    scratch: bool = False  # the process was not forked, so it does the imports that a forked process inherits
     age_s: float = 0.0  # age of its process, at the first look
 
     @property
@@ -89,7 +89,7 @@ class PageReading(NamedTuple):
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """The learned values that a successor starts with.
+    """The learned values that an agent passes to its successor.
 
     Attributes:
         steps: seconds of the recent steps.
@@ -105,7 +105,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 class Stall(NamedTuple):
     """The time without progress of one worker and its limit, in seconds.
 
-    ``waits``: its phase delays no other rank. ``stopped``: its process is stopped.
+    ``waits``: in its phase the worker delays no other rank. ``stopped``: its process is stopped.
     """
 
     member_id: MemberId
@@ -116,7 +116,7 @@ class Stall(NamedTuple):
 
 
 class _WorkerWatch:
-    """The observations of one worker."""
+    """The observations of one worker so far."""
 
     def __init__(self, reading: PageReading) -> None:
         self.last = reading
@@ -126,11 +126,11 @@ class _WorkerWatch:
 
 
 class Progress:
-    """The progress of the workers of one node. Call ``look`` regularly.
+    """The progress of the workers of one node. The agent calls ``look`` regularly.
 
     Args:
         limits: the constants of the time limits.
-        learned: values from a predecessor.
+        learned: learned values of a predecessor of this agent; None: there are none.
     """
 
     def __init__(self, limits: Limits, learned: Learned | None = None) -> None:
@@ -145,7 +145,7 @@ class Progress:
         self._looked_at = 0.0
 
     def learned(self) -> Learned:
-        """Return the learned values for a successor."""
+        """Return the learned values, for the agent that succeeds this one."""
         return Learned(
             steps=tuple(self._steps),
             apart=tuple(self._apart),
@@ -153,10 +153,10 @@ class Progress:
         )
 
     def look(self, now: float, readings: Sequence[PageReading]) -> bool | None:
-        """Take one look at all living workers.
+        """Record one look at all living workers.
 
         Returns:
-            True when they have just stalled, False when a stall has just ended, None when nothing changed.
+            True if the node has just stalled, False if a stall has just ended, None if neither has happened.
         """
         passed_s = min(now - self._looked_at, 5 * self.limits.look_s) if self._looked_at else 0.0
         self._looked_at = now
@@ -172,13 +172,13 @@ class Progress:
         return None if before == self.stalled else self.stalled
 
     def knows(self, member_id: MemberId) -> bool:
-        """Return True if this worker was there at the last look."""
+        """Return True if the last look included this worker."""
         return member_id in self._watches
 
     def _first(self, reading: PageReading) -> _WorkerWatch:
         """Begin to watch a worker.
 
-        If its start is over already, learn that the start took at most the age of the process.
+        If the start of the worker is over already, learn that the start took at most the age of its process.
         """
         kind = _start(reading)
         past = reading.phase is not Phase.STARTING or reading.collectives > 0
@@ -187,7 +187,7 @@ class Progress:
         return _WorkerWatch(reading)
 
     def stalls(self) -> list[Stall]:
-        """Return the time without progress of every worker, by member."""
+        """Return the time without progress and the time limit of every worker that is no spare, by member id."""
         return [
             Stall(
                 member_id,
@@ -201,7 +201,7 @@ class Progress:
         ]
 
     def late(self) -> list[Stall]:
-        """Return the workers before their first step that are too slow for a start while the other ranks train."""
+        """Return the workers before their first step whose start takes too long while the other ranks train."""
         return [
             Stall(member_id, watch.idle_s, bound_s, False, watch.last.stopped)
             for member_id, watch in sorted(self._watches.items())
@@ -223,7 +223,7 @@ class Progress:
 
     @property
     def step_s(self) -> float:
-        """The median of the recent steps in seconds; 0: none was seen."""
+        """The median duration of the recent steps in seconds; 0: no step was seen."""
         return median(self._steps) if self._steps else 0.0
 
     def paces(self) -> list[tuple[int, int, float]]:
@@ -262,9 +262,9 @@ class Progress:
         return max(self._usual_s(), 1.5 * peak)
 
     def _frozen_s(self, reading: PageReading) -> float:
-        """Return the time limit of a stopped process, in seconds.
+        """Return the time limit of a worker whose process is stopped, in seconds.
 
-        Its phase gives it no extra time, not even in its first steps.
+        The phase of the worker gives it no extra time, not even in its first steps.
         """
         if self._steps:
             return self._usual_s()
@@ -274,7 +274,7 @@ class Progress:
     def _alone_s(self, reading: PageReading) -> float:
         """Return the time limit of a process that starts while others train, in seconds.
 
-        There is no limit after its start-up phase: unlike others, it may have to skip much of its data there.
+        After its start-up phase the process has no limit: unlike others, it may have to skip much of its data.
         """
         if reading.stopped:
             return self._frozen_s(reading)
@@ -285,7 +285,7 @@ class Progress:
         return max(self.limits.floor_s, self.limits.factor * self.step_s)
 
     def _apart_s(self) -> float:
-        """Return the time limit of a collective, in seconds, for a script without a session."""
+        """Return the time limit of a collective in progress, in seconds, for a script without a session."""
         if len(self._apart) < APART_MIN:
             return self.limits.start_s
         peak = self._peaks.get(Phase.STARTING.name, 0.0)
@@ -304,9 +304,9 @@ class Progress:
         )
 
     def _parted(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers in a block that a rank which has left its loop will not enter, and that rank.
+        """Return the workers that wait for a rank which has left its loop, and that rank; empty: there is no such rank.
 
-        Such a step never ends, so the workers get no more time than for a usual step.
+        Such a rank never enters the block of the others, so these workers get no more time than a usual step takes.
         """
         left = [w.last.step for w in self._watches.values() if w.last.left]
         if not left or not any(w.last.phase in IN_STEP and w.last.step >= min(left) for w in holding):
@@ -342,9 +342,9 @@ class Progress:
                 self._peaks[kind] = self._peaks.get(kind, 0.0) * keep
 
     def _see_section(self, watch: _WorkerWatch, last: PageReading, reading: PageReading) -> None:
-        """Learn from a worker that moves in a section: the longest pause, at the end of the section.
+        """Learn the longest pause of a section when the worker leaves the section.
 
-        Earlier, quick parts of the section would give too short a limit for the rest.
+        A limit learned earlier, from quick parts of the section, would be too short for the rest.
         """
         watch.section_s = max(watch.section_s, watch.idle_s)
         if reading.phase is Phase.SECTION and reading.section == last.section:
@@ -359,7 +359,7 @@ class Progress:
 
 
 def _kind(reading: PageReading) -> str:
-    """Return the name of the kind of code that a pause is compared with."""
+    """Return the name of the kind of code that the worker runs. A pause is compared with pauses of the same kind."""
     if reading.phase is Phase.SECTION:
         return f"section {reading.section}"
     if reading.due:

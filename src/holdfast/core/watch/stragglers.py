@@ -1,4 +1,4 @@
-"""Detection of stragglers: ranks whose own part of a step takes much longer than that of the others.
+"""Detection of stragglers: ranks whose own part of a step takes much longer than that of other ranks.
 
 Theory. Each node sends the median step times of its ranks every few seconds. In a large job such a message arrives
 every few milliseconds. All medians are therefore kept sorted: the usual time is in the middle, and the slow ranks are
@@ -6,8 +6,8 @@ at the end. The cost of a message depends on its size, not on the size of the jo
 
 Invariants:
 1. Each rank counts once, with the newest median that a node with living workers has sent.
-2. The cost of a judgement is proportional to the number of slow ranks. The next judgement follows after as many new
-   medians.
+2. The cost of a judgement is proportional to the number of slow ranks. After a judgement that found n slow ranks, the
+   next one waits for n new medians.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACE_SAMPLES_MIN = 16
 
 
 class Paces:
-    """The median step times of all ranks, in order."""
+    """The median step times of all ranks, sorted by time."""
 
     def __init__(self) -> None:
         self._ordered: list[tuple[float, int]] = []  # seconds and rank
@@ -38,7 +38,7 @@ class Paces:
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
-        """The nodes that have sent medians."""
+        """The nodes that have sent median step times."""
         return tuple(self._told)
 
     def tell(self, node_id: NodeId, paces: Sequence[StepTime]) -> None:
@@ -52,7 +52,7 @@ class Paces:
         self._told[node_id] = [p.rank for p in known]
 
     def forget(self, node_id: NodeId) -> None:
-        """Drop the medians of a node, except for ranks that another node has reported since."""
+        """Drop the medians of a node, except for ranks that another node has reported since then."""
         for rank in self._told.pop(node_id, ()):
             if rank in self._known and self._known[rank][1] == node_id:
                 self._remove(rank)
@@ -64,7 +64,7 @@ class Paces:
             before: the ranks that were slow until now. The limit to become slow is higher than the limit to stay slow.
 
         Returns:
-            For each slow rank: its median and the median of the others, in seconds.
+            For each slow rank: its median step time and the median of the other ranks, in seconds.
         """
         found: dict[int, tuple[float, float]] = {}
         for place in range(len(self._ordered) - 1, 0, -1):
@@ -77,7 +77,7 @@ class Paces:
         return found
 
     def _usual_s(self, left_out: int) -> float:
-        """Return the median of all entries but the one at index ``left_out``."""
+        """Return the median, in seconds, of all entries except the one at index ``left_out``."""
         others = len(self._ordered) - 1
         low, high = (
             self._ordered[place + (place >= left_out)][0] for place in ((others - 1) // 2, others // 2)
@@ -91,7 +91,10 @@ class Paces:
 
 
 class Stragglers:
-    """The part of the controller that reports slow ranks. ``job`` is shared with the controller."""
+    """The part of the controller that reports slow ranks.
+
+    It shares the facts of the run (``job``) with the controller.
+    """
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -99,11 +102,14 @@ class Stragglers:
         self._paces = Paces()
         self._slow: set[int] = set()
         self._unjudged = 0  # medians received since the last judgement
-        # The living members for which the nodes without workers were dropped.
+        # The list of living members for which nodes without workers were last dropped.
         self._living: list[Member] | None = None
 
     def paced(self, event: StepTimes) -> None:
-        """Handle the step times of one node: record which ranks are slow, and which are no longer."""
+        """Handle the step times of one node.
+
+        Record the ranks that have become slow, and those that are no longer slow.
+        """
         roster = self.job.roster
         if event.generation != roster.generation:
             return

@@ -1,22 +1,22 @@
 """The orders of a decision to one rank about its state, and the conditions under which each may be carried out.
 
-Theory. A decision (``Settle``) orders a rank to send digests of its copies, to give its state to replacements, to check
-the state in memory to which all ranks go back, or to write its share of a checkpoint. Such an order arrives while the
-rank is anywhere in its step, and while the script runs its own code. The state may be read only when three conditions
-hold, in this order:
+Theory. A decision (``Settle``) can order a rank to do four things: send digests of its copies, give its state to
+replacements, check the state in memory to which all ranks go back, or write its share of a checkpoint. Such an order
+arrives while the rank is anywhere in its step, and while the script runs its own code. The state may be read only when
+three conditions hold, in this order:
 
 1. the step machine is at the step of the decision, in a state of ``COMPLETE``;
 2. the script has left the positions whose code belongs to the state (``waits_for``);
 3. the model holds the trained weights, and not for example an average that the script evaluates.
 
 So each order is kept as data until its conditions hold. ``OrderBook.advance`` compares the conditions with the step
-machine (``step.py``) and the position of the script, and returns the commands for the shell. Nothing here blocks or
-reads a clock. ``docs/protocol.md`` shows the table of positions and orders, and a test compares it.
+machine (``step.py``) and the position of the script (``position.py``), and returns commands for the shell. This module
+neither blocks nor reads a clock. ``docs/protocol.md`` shows the table of positions and orders, and a test compares it.
 
 Invariants:
 1. Orders are carried out one at a time, in the order of their arrival.
 2. An order is dropped when a newer fence comes or the job resumes. It is never begun after that.
-3. Each order is carried out, refused or dropped, because both waits for the script have a limit.
+3. Each order is carried out, refused or dropped, because each wait (for the script, for the weights) has a limit.
 4. All orders of one decision share one limit per kind of wait.
 """
 
@@ -33,23 +33,31 @@ from holdfast.core.worker.position import ScriptEvent, ScriptMachine
 from holdfast.core.worker.step import StepMachine
 
 SCRIPT_TIMEOUT_S = 10.0
-"""Limit of the wait for the script; less than the limit for serving the state (``core/config.py``)."""
+"""Limit of the wait for the script to leave code that belongs to the state. It is less than the limit for serving the
+state (``offer_s`` in ``core/config.py``).
+"""
 WEIGHTS_TIMEOUT_S = 30.0
-"""Limit of the wait, before a save, for weights that the script has replaced; less than a last-gasp's limit."""
+"""Limit of the wait, before a save, until the model holds the trained weights again. It is less than the limit of a
+last-gasp save (``gasp_s`` in ``core/config.py``).
+"""
 WEIGHTS_POLL_S = 0.05
 
 COMPLETE: frozenset[RankState] = frozenset({"ready", "aborted", "finished"})
-"""States in which a rank at the step of the decision has a complete state of that step."""
+"""States in which a rank that is at the step of the decision has a complete state of that step."""
 
 SCRIPT_TIMER, WEIGHTS_TIMER = "script", "weights"
 
 Wait = Literal["script", "weights"]
 Look = Literal["due", "asked", "trained", "other", "paused"]
-"""The last look at the weights: what it found, or whether the shell looks now, or the next one is due."""
+"""Result or progress of the check whether the model holds the trained weights.
+
+``due``: to be made. ``asked``: the shell makes it now. ``trained``, ``other``: the weights found. ``paused``: a timer
+runs until the next check.
+"""
 
 
 class OrderKind(StrEnum):
-    """The kind of an order about the state of a rank."""
+    """The action on the state of a rank that an order asks for."""
 
     DIGESTS = "digests"  # publish layout and digests of its copies
     GIVE = "give"  # serve the state to replacements
@@ -58,7 +66,7 @@ class OrderKind(StrEnum):
 
 
 class DecisionOrder(msgspec.Struct, frozen=True):
-    """One order of the decision ``settle``."""
+    """One order that a rank gets with the decision ``settle``."""
 
     kind: OrderKind
     settle: Settle
@@ -69,7 +77,7 @@ class CarryOut(Command, frozen=True):
 
     Attributes:
         order: the order.
-        aborted: the block of the step was aborted, so the state is that of its start.
+        aborted: the block of the step was aborted, so the state is the one from the start of that block.
     """
 
     order: DecisionOrder
@@ -77,7 +85,7 @@ class CarryOut(Command, frozen=True):
 
 
 class RefuseOrder(Command, frozen=True):
-    """Command to report that an order cannot be carried out, and why."""
+    """Command to report to the controller that an order cannot be carried out, with reason and hint."""
 
     order: DecisionOrder
     reason: str
@@ -85,18 +93,18 @@ class RefuseOrder(Command, frozen=True):
 
 
 class LookAtWeights(Command, frozen=True):
-    """Command to report with ``WeightsSeen`` whether the model holds the trained weights."""
+    """Command to check whether the model holds the trained weights, and to report the result with ``WeightsSeen``."""
 
 
 class WarnOfScript(Command, frozen=True):
-    """Command to warn that the code after the block of ``step`` took too long, and is not a part of the state."""
+    """Command to warn that code after the block of ``step`` ran too long, and is not waited for any longer."""
 
     step: int
     waited_s: float
 
 
 def orders_of(settle: Settle) -> tuple[DecisionOrder, ...]:
-    """Return the orders of a decision, in the order in which they are carried out."""
+    """Return the orders that a decision gives to a rank, in the order in which they are carried out."""
     kinds = [OrderKind.DIGESTS] if settle.vouch else []
     if settle.then == "replace":
         kinds.append(OrderKind.GIVE if settle.rewind < 0 else OrderKind.GO_BACK)
@@ -108,15 +116,15 @@ def orders_of(settle: Settle) -> tuple[DecisionOrder, ...]:
 def waits_for(settle: Settle, script: ScriptMachine) -> tuple[Wait, ...]:
     """Return the conditions that the orders of a decision wait for, at the present position of the script.
 
-    The code before a block is a part of the state only for a replacement. Other weights do not matter when all ranks go
-    back to a state in memory.
+    The code before a block is a part of the state only if the state goes to a replacement. Other weights do not matter
+    when all ranks go back to a state in memory.
     """
     waits: tuple[Wait, ...] = ("script",) if script.awaits(replaces=settle.then == "replace") else ()
     return (*waits, "weights") if settle.rewind < 0 and script.may_hold_other_weights else waits
 
 
 class Standing(NamedTuple):
-    """The facts on which the conditions depend: the time, the step and the position of the script."""
+    """The present time, step and script position of a rank: the facts on which the conditions of an order depend."""
 
     now_s: float
     steps: StepMachine
@@ -124,55 +132,55 @@ class Standing(NamedTuple):
 
 
 class OrderBook:
-    """The orders that a rank has not carried out. See the module."""
+    """The orders that a rank has received and not carried out, with the state of their waits."""
 
     def __init__(self) -> None:
         self._pending: deque[DecisionOrder] = deque()
         self._running: DecisionOrder | None = None
         self._limits_s: dict[Wait, float] = {}
-        self._is_timed = False  # a timer of the script runs
+        self._is_timed = False  # the timer SCRIPT_TIMER runs
         self._look: Look = "due"
 
     @property
     def waiting(self) -> tuple[DecisionOrder, ...]:
-        """The orders that are not carried out yet."""
+        """The orders that have not begun."""
         return tuple(self._pending)
 
     @property
     def running(self) -> DecisionOrder | None:
-        """The order that the shell carries out now."""
+        """The order that the shell carries out now, or None."""
         return self._running
 
     def add(self, orders: tuple[DecisionOrder, ...]) -> None:
-        """Add the orders of a decision. An order that waits already is not added again."""
+        """Add the orders of a decision, except those that already wait."""
         self._pending.extend(order for order in orders if order not in self._pending)
 
     def drop(self) -> None:
-        """Drop the orders that have not begun, because a newer fence has come or the job has resumed."""
+        """Drop all orders that have not begun, because a newer fence has come or the job has resumed."""
         self._pending.clear()
         self._limits_s.clear()
         self._look = "due"
 
     def end(self) -> None:
-        """Record that the shell has carried out the order, or has failed to."""
+        """Record that the shell has carried out the running order, or has failed to."""
         self._running = None
 
     def look_again(self, timer: str) -> None:
-        """Record that a timer is over. After the timer of the weights, the next look at the weights is due."""
+        """Record that ``timer`` has fired. After WEIGHTS_TIMER, the next check of the weights is due."""
         if timer == SCRIPT_TIMER:
             self._is_timed = False
         if timer == WEIGHTS_TIMER and self._look == "paused":
             self._look = "due"
 
     def saw_weights(self, trained: bool) -> None:
-        """Record whether the model holds the trained weights."""
+        """Record whether the last check found the trained weights in the model."""
         if self._look == "asked":
             self._look = "trained" if trained else "other"
 
     def advance(self, at: Standing) -> list[Command]:
         """Return the commands for the orders whose conditions hold.
 
-        A script that has taken too long is recorded as one that does not return to its loop.
+        If the script exceeds the limit of a wait, it is recorded as one that does not return to its loop (``strayed``).
         """
         found: list[Command] = []
         while self._running is None and self._pending:
@@ -199,13 +207,13 @@ class OrderBook:
         return not at.script.restoring and steps.state in COMPLETE and steps.step == order.settle.step
 
     def _waits_for_script(self, order: DecisionOrder, at: Standing, found: list[Command]) -> bool:
-        """Return True if the order still waits for the script; after the limit it no longer does."""
+        """Return True if the order still waits for the script. After the time limit, return False."""
         if "script" not in waits_for(order.settle, at.script):
             return False
         if "script" not in self._limits_s:
             self._limits_s["script"], self._is_timed = at.now_s + SCRIPT_TIMEOUT_S, False
         if at.now_s < self._limits_s["script"]:
-            if not self._is_timed:  # the last one may have been early, by the resolution of the clock
+            if not self._is_timed:  # the last timer may have fired early, by the resolution of the clock
                 self._is_timed = True
                 found.append(SetTimer(name=SCRIPT_TIMER, delay_s=self._limits_s["script"] - at.now_s))
             return True
@@ -215,7 +223,7 @@ class OrderBook:
         return False
 
     def _waits_for_weights(self, order: DecisionOrder, at: Standing, found: list[Command]) -> bool:
-        """Return True if the order waits for a look at the weights. After the limit it is refused."""
+        """Return True if the order still waits for trained weights. After the time limit the order is refused."""
         if "weights" not in self._limits_s:
             limit_s = SCRIPT_TIMEOUT_S if order.settle.then == "replace" else WEIGHTS_TIMEOUT_S
             self._limits_s["weights"] = at.now_s + limit_s
@@ -234,7 +242,7 @@ class OrderBook:
 
 
 def other_weights(step: int) -> tuple[str, str]:
-    """Return error and hint for a model that does not hold the trained weights of ``step``."""
+    """Return error text and hint for a model that does not hold the trained weights of ``step``."""
     return (
         f"step {step}: the script has changed weights since the block, and is not back at one",
         "evaluate averages of weights in a copy of the model (copy.deepcopy), not in their place",

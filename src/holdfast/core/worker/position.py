@@ -1,29 +1,29 @@
 """The position of the user's script, and the state that a survivor can give or save at each position.
 
-Theory. When a rank is lost, each survivor gives its state to the replacement or saves it. Which state that is depends
-on the position of the survivor's script. Code after a block belongs to the step that the block committed. Code after a
-loop is run again from the state of the end of the loop. Code before a block is not a part of the state before that
-block. Three facts describe the script:
+Theory. When a rank is lost, each survivor gives its state to the replacement or saves it. The position of the
+survivor's script determines which state it can give. Code after a block belongs to the step that the block committed.
+Code after a loop is run again from the state of the end of the loop. Code before a block is not a part of the state
+before that block. Three facts describe the script:
 
 - its *position*: the code that runs now. ``TABLE`` has the transitions by events;
 - its *attendance*: whether the script is expected at the next step. ``ATTENDANCES`` has its transitions;
 - facts about the loop and the process: the step to which the loop can go back, whether the loop is at its end, whether
   another library drives the loop, whether this process still has to join.
 
-Everything else is a function of these: ``RULES`` has one row per position. ``docs/protocol.md`` shows the three tables
-and a test compares them.
+Every other property of the script follows from these facts: ``RULES`` has one row per position. ``docs/protocol.md``
+shows the three tables, and a test compares them.
 
 The state machine is not thread-safe: main thread, client thread and task thread share it under the lock of its owner.
 
 Invariants:
 1. Code of the script before a block, in a block and after a block has a separate position.
-2. A survivor gives its present state only while the script waits at its block, in an aborted block, or where another
-   library drives the loop. In every other position it gives the state of the last boundary between two steps.
+2. A survivor gives its present state in three cases only: the script waits at its block, the block was aborted, or
+   another library drives the loop. Otherwise it gives the state of the last boundary between two steps.
 3. A recovery waits for the script only in a position in which the script may change the state.
 4. A loop cannot go back once its script has taken the next step, and never after the script has left it.
 5. A section is open exactly while the attendance is ``in_section`` or ``steps_in_section``.
-6. ``loop_left`` and ``loop_over`` are valid wherever a loop has opened: Python closes a generator when its last
-   reference is gone, also in the block of a later loop, and such a block still ends.
+6. ``loop_left`` and ``loop_over`` are valid at any time after the first loop has opened. Python closes a generator when
+   its last reference is gone, even in the block of a later loop. Such a block still ends.
 """
 
 from __future__ import annotations
@@ -39,28 +39,31 @@ STORY_LENGTH = 24
 
 
 class ScriptPosition(StrEnum):
-    """The code of the script that runs now."""
+    """The part of the user's script that runs now, relative to its loops over steps and the blocks of its steps."""
 
     OUTSIDE = "outside"  # the session is open, and no loop has begun
-    # Before a loop of an epoch or phase, or at the end; a recovery does not wait for it.
+    # Before the loop of an epoch or phase, or after the last one; a recovery does not wait for this code.
     BETWEEN_LOOPS = "between_loops"
-    BOUNDARY = "boundary"  # in the session's own code, between two steps of a loop
+    BOUNDARY = "boundary"  # the code of the session runs, between two steps of a loop
     AT_STEP = "at_step"  # the next step is fixed; no code of the script runs before its block
     BEFORE_BLOCK = "before_block"  # the script has received the step, and runs code before its block
-    AT_BLOCK = "at_block"  # that code is done; the script waits in the session for its block
+    AT_BLOCK = "at_block"  # the code before the block is done; the script waits in the session for its block
     IN_BLOCK = "in_block"
     AFTER_BLOCK = "after_block"  # the block has committed, and the loop has not been asked for the next step
     LEFT_LOOP = "left_loop"  # the script has left the loop before its end
     AFTER_LOOP = "after_loop"  # the loop has come to its end
-    NEXT_LOOP = "next_loop"  # a loop opens after another one; the session's own code runs
+    NEXT_LOOP = "next_loop"  # a loop opens after another one; the code of the session runs
 
 
 class ScriptEvent(StrEnum):
-    """An event of the main thread. The last five, and ``block_begun``, change the attendance."""
+    """An event of the main thread in its loops over steps.
+
+    ``block_begun`` and the last five events change the attendance.
+    """
 
     LOOP_AHEAD = "loop_ahead"  # an epoch or phase begins, or a loop that is done already was skipped
     LOOP_OPENED = "loop_opened"
-    RETURNED = "returned"  # back in the session: the script's changes are a part of the state
+    RETURNED = "returned"  # the script has called the session: its changes are a part of the state
     STEP_TAKEN = "step_taken"  # the loop has fixed its next step
     STEP_GIVEN = "step_given"  # the script receives the step
     # Another library drives the loop, and has done the work before the block.
@@ -80,10 +83,10 @@ class ScriptEvent(StrEnum):
 
 
 class Attendance(StrEnum):
-    """The attendance of a script: whether the session may expect the script at its next step."""
+    """Whether the session can expect the script at its next step, or whether the script is away from its loop."""
 
     EXPECTED = "expected"
-    IN_SECTION = "in_section"  # in an announced section: expected if that began after a block
+    IN_SECTION = "in_section"  # in an announced section: expected only if the section began after a block
     STEPS_IN_SECTION = "steps_in_section"  # in a section around whole steps
     STRAYED = "strayed"  # not expected: the script does not return to its loop
 
@@ -92,7 +95,10 @@ P, E, A = ScriptPosition, ScriptEvent, Attendance
 
 
 class Moves(NamedTuple):
-    """Rows of the table: from each of ``sources``, ``event`` leads to ``target``; None: the position stays."""
+    """Rows of the transition table: from each of the positions ``sources``, ``event`` leads to the position ``target``.
+
+    ``target`` None: the position does not change.
+    """
 
     event: ScriptEvent
     sources: tuple[ScriptPosition, ...]
@@ -163,7 +169,7 @@ ATTENDANCES: Mapping[tuple[Attendance, ScriptEvent], Attendance] = {
     (A.STEPS_IN_SECTION, E.TURN_DONE): A.STEPS_IN_SECTION,
     (A.STRAYED, E.TURN_DONE): A.EXPECTED,
 }
-"""(attendance, event) -> next attendance. Other events do not change it, or cannot happen."""
+"""(attendance, event) -> next attendance. An event without a row does not change the attendance, or cannot happen."""
 
 _OF_ATTENDANCE = frozenset({E.SECTION_BEGUN, E.SECTION_ENDED, E.SECTION_CUT, E.STRAYED, E.TURN_DONE})
 _MISUSE = frozenset(
@@ -182,15 +188,16 @@ Moment = Literal["now", "boundary"]
 
 
 class PositionRules(NamedTuple):
-    """The rules for one position.
+    """The rules of recovery for one position of the script.
 
     Attributes:
-        awaited: the code after which the state is complete: that before the block (``step``), after the block
-            (``block``) or after the loop (``loop``). Until the script has returned from it, the model may hold other
-            weights. Empty: a recovery waits for nothing.
-        gives: the state that a survivor gives: ``now`` (the present one), or that of the last ``boundary``.
+        awaited: the code of the script that a recovery may wait for, because the state is complete only after it: code
+            before the block (``step``), after the block (``block``) or after the loop (``loop``). Until that code ends,
+            the model may hold other weights. Empty: a recovery waits for nothing.
+        gives: the state that a survivor gives: the present one (``now``), or that of the last boundary between two
+            steps (``boundary``).
         can_rewind: the loop can take the script back to an earlier step, if the loop allows it.
-        guarded: a replacement that has not joined must not run a collective here.
+        guarded: a replacement that has not joined must not run a collective at this position.
     """
 
     awaited: Awaited
@@ -217,7 +224,7 @@ NO_REWIND = -1
 
 
 def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
-    """Return True if the script runs code that belongs to the state, and is expected at its next step."""
+    """Return True if the script runs code that belongs to the state, and is expected back at its next step."""
     awaited = RULES[position].awaited
     if attendance in (A.EXPECTED, A.STEPS_IN_SECTION):
         return awaited != ""
@@ -225,13 +232,13 @@ def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
 
 
 class ScriptMachine:
-    """The state machine of one script's position.
+    """The state machine of the position of one script.
 
     Args:
-        joining: this process takes the place of a lost rank, and has not joined.
+        joining: this process replaces a lost rank, and has not joined the job.
 
     Every method returns at once. An event at a wrong time raises :class:`StepError` if a script can cause it, otherwise
-    :class:`InternalError`. Both carry the last events.
+    :class:`InternalError`. Both errors list the last events.
 
     Example:
         >>> machine = ScriptMachine()
@@ -266,7 +273,7 @@ class ScriptMachine:
 
         Raises:
             StepError: the script caused ``event`` at a wrong time.
-            InternalError: the session caused it.
+            InternalError: the session caused ``event`` at a wrong time.
         """
         position, attendance = self._position, self._attendance
         if event in _OF_ATTENDANCE:
@@ -287,28 +294,28 @@ class ScriptMachine:
         return position
 
     def require(self, event: ScriptEvent) -> None:
-        """Raise an error if ``event`` does not fit the position. Nothing is changed.
+        """Raise an error if ``event`` is not allowed at the present position. The machine does not change.
 
         Raises:
             StepError: the script caused ``event`` at a wrong time.
-            InternalError: the session caused it.
+            InternalError: the session caused ``event`` at a wrong time.
         """
         self._position_after(event)
 
     def run_loop(self, *, unfinished: bool) -> None:
-        """Record that the open loop runs. ``unfinished``: it has an end, and the script may leave it before that."""
+        """Record that the open loop runs. ``unfinished``: the loop has an end that the script has not reached."""
         self._unfinished = unfinished
 
     def end_loop(self) -> None:
-        """Record that the loop is at its end for the whole job, with the script still in it."""
+        """Record that the loop has reached its end on all ranks, while the script is still in it."""
         self._unfinished = False
 
     def allow_rewind(self, step: int) -> None:
-        """Record that the open loop can go back, without a restart, to a kept state of ``step`` or later."""
+        """Record that the open loop can return, without a restart, to a kept state of ``step`` or later."""
         self._rewinds_to = step
 
     def forbid_rewind(self) -> None:
-        """Record that the open loop cannot go back, because it is about to end."""
+        """Record that the open loop is about to end and can no longer return to an earlier step."""
         self._rewinds_to = NO_REWIND
 
     def begin_restore(self) -> None:
@@ -330,7 +337,7 @@ class ScriptMachine:
 
     @property
     def position(self) -> ScriptPosition:
-        """The code of the script that runs now."""
+        """The part of the script that runs now."""
         return self._position
 
     @property
@@ -340,83 +347,85 @@ class ScriptMachine:
 
     @property
     def rules(self) -> PositionRules:
-        """The rules for the present position."""
+        """The rules of recovery for the present position of the script."""
         return self._rules
 
     @property
     def story(self) -> tuple[str, ...]:
-        """The last events of the script in this rank, as text for reports, oldest first."""
+        """The last events of the script on this rank, as text for reports, oldest first."""
         return tuple(f"{event.value} -> {where.value}, {how.value}" for event, where, how in self._story)
 
     @property
     def joining(self) -> bool:
-        """True if this process takes the place of a lost rank, and has not joined."""
+        """True if this process replaces a lost rank and has not joined the job."""
         return self._joining
 
     @property
     def restoring(self) -> bool:
-        """True while the state mixes two steps."""
+        """True while an earlier state is being restored: the state in memory mixes two steps."""
         return self._restoring
 
     @property
     def by_framework(self) -> bool:
-        """True if another library drives the loop.
+        """True if another library drives the loop over steps.
 
-        That library works between two steps and brings a replacement to its place.
+        Such a library does its own work between two steps, and brings a replacement to the right position in it.
         """
         return self._by_framework
 
     @property
     def unfinished(self) -> bool:
-        """True if the loop that opened last is not at its end: the script is in it, or has left it."""
+        """True if the loop that opened last has not reached its end, whether or not the script is still in it."""
         return self._unfinished
 
     @property
     def in_section(self) -> bool:
-        """True while a section is open."""
+        """True while a section of the script (``s.section``) is open."""
         return self._attendance in (A.IN_SECTION, A.STEPS_IN_SECTION)
 
     @property
     def away(self) -> bool:
-        """True if no decision may rely on the script for its next step."""
+        """True if the script is in a section or has left its loop, so no decision may rely on its next step."""
         return self._attendance in (A.IN_SECTION, A.STRAYED)
 
     @property
     def rewinds_to(self) -> int:
-        """The earliest step to which the open loop can go back; ``NO_REWIND``: it cannot at all."""
+        """The earliest step to which the open loop can return; ``NO_REWIND``: it cannot return to any."""
         return self._rewinds_to
 
     @property
     def offers_rewind(self) -> int:
-        """The step :attr:`rewinds_to`; ``NO_REWIND`` if the script has already begun code of its next step."""
+        """The step of :attr:`rewinds_to`, or ``NO_REWIND`` if the script has already begun code of its next step."""
         return self._rewinds_to if self._rules.can_rewind else NO_REWIND
 
     @property
     def repeats(self) -> bool:
-        """True if the script runs code before a block that it ran before the same block earlier."""
+        """True if the script runs code before a block that it has already run before the same block."""
         return self._again and self._position is P.BEFORE_BLOCK
 
     @property
     def may_hold_other_weights(self) -> bool:
-        """True if the script is outside of the block, and may have put other weights into the model for a while."""
+        """True if the script runs code outside of the block, and may have replaced the model's weights for a while."""
         return self._rules.awaited != ""
 
     def awaits(self, *, replaces: bool) -> bool:
-        """Return True if the state cannot be given or saved before the script has returned.
+        """Return True if the state cannot be given or saved before the script has returned to the session.
 
         Args:
-            replaces: the state goes to replacements. Otherwise all ranks start again before the block, and the code
-                before the block is not a part of the state.
+            replaces: the state goes to replacements. If False, all ranks start again before the block, and code before
+                the block is not a part of the state.
         """
         if self._rules.awaited == "step" and (not replaces or self._by_framework):
             return False
         return comes_back(self._position, self._attendance)
 
     def gives(self, *, aborted: bool) -> Moment:
-        """Return which state a survivor gives, if it gives one.
+        """Return which state a survivor gives to a replacement: ``now`` (the present one) or ``boundary``.
+
+        ``boundary`` is the state of the last boundary between two steps.
 
         Args:
-            aborted: the block of the step was aborted, so the present state is that of its start.
+            aborted: the block of the step was aborted, so the present state is the one from the start of that block.
         """
         return "now" if aborted or self._by_framework else self._rules.gives
 

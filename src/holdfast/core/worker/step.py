@@ -1,11 +1,12 @@
 """The step protocol of one rank, as a state machine.
 
 Theory. A step is two-phase commit with one tiny all-reduce (the vote) as its first phase. A rank that entered the vote
-has complete gradients and has promised to apply them if the vote passes. A rank on which the vote broke, or passed
-after the rank was fenced, is IN_DOUBT and may not decide alone. The controller decides from all reports. A *fence* (a
-new generation exists) stops the rank at the next boundary: READY and COMPUTE at once, VOTING when its vote ends or
-breaks, UPDATING at its block end. The whole protocol is the table ``TRANSITIONS``. ``docs/protocol.md`` shows the same
-rows, and a test compares them.
+has complete gradients and has promised to apply them if the vote passes. A *fence* (a newer generation exists) stops
+the rank at the next boundary: READY and COMPUTE at once, VOTING when its vote ends or breaks, UPDATING at its block
+end. A rank without a fence is *free*. A rank is IN_DOUBT if its vote broke, or passed after a fence had come. Such a
+rank may not decide alone: the controller decides from the reports of all ranks. READY(s) is the state READY at step s,
+and so on. The whole protocol is the table ``TRANSITIONS``. ``docs/protocol.md`` shows the same rows, and a test
+compares them.
 
 The state machine is not thread-safe: main thread and client thread share it under the lock of its owner.
 
@@ -14,7 +15,7 @@ Invariants:
 2. ``step`` grows by one at block end and never otherwise; only a rewind decreases it.
 3. A fenced rank does not begin a step, does not enter a vote and does not act on a vote that passed.
 4. Only the end of the process leaves TORN.
-5. A rank goes back only while fenced and out of its block, to a step that all ranks go back to.
+5. A rank returns to an earlier step only while it is fenced and outside of its block, together with all ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from holdfast.errors import HoldfastError, InternalError, StepError
 
 STORY_LENGTH = 24
 SETTLED: frozenset[RankState] = frozenset({"starting", "ready", "aborted", "in_doubt", "torn", "finished"})
-"""States that a fenced rank cannot leave without a decision."""
+"""States that a fenced rank cannot leave before a decision of the controller."""
 
 Decision = Literal["apply", "discard", "stay"]
 
 
 class StepEvent(StrEnum):
-    """An event of a rank. The first five come from the main thread while it runs user code."""
+    """An event in the step protocol of one rank. The main thread causes the first five by running user code."""
 
     OPEN = "open"
     BEGIN = "begin"
@@ -58,7 +59,10 @@ When = Literal["free", "fenced", "any"]
 
 
 class Transition(NamedTuple):
-    """One row of the table: in ``state``, when free or fenced, ``event`` leads to ``target``."""
+    """One row of the transition table: ``event`` leads from ``state`` to ``target``.
+
+    ``when``: the row holds for ranks that are free, for ranks that are fenced, or for any.
+    """
 
     state: RankState
     event: StepEvent
@@ -121,10 +125,10 @@ class StepMachine:
 
     Args:
         generation: the generation in which the rank was started.
-        observe: called with (old state, new state, step after) after each transition, under the owner's lock.
+        observe: called after each transition with (old state, new state, step after it), under the owner's lock.
 
-    Every method returns at once. A method that user code can call at a wrong time raises :class:`StepError`. Any other
-    transition outside of the table raises :class:`InternalError`. Both errors name the last transitions.
+    Every method returns at once. A method that user code can call at a wrong time then raises :class:`StepError`. Any
+    other transition outside of the table raises :class:`InternalError`. Both errors list the last transitions.
     """
 
     def __init__(
@@ -139,12 +143,12 @@ class StepMachine:
 
     @property
     def state(self) -> RankState:
-        """State of the step protocol."""
+        """The state of this rank in the step protocol, for example ``voting``."""
         return self._state
 
     @property
     def step(self) -> int:
-        """Number of updates done before the current step."""
+        """Number of updates that this rank has made before its current step."""
         return self._step
 
     @property
@@ -154,27 +158,30 @@ class StepMachine:
 
     @property
     def fenced(self) -> Generation | None:
-        """The newest generation that fenced this rank out, or None while it is free."""
+        """The newest generation that fenced this rank, or None while the rank is free."""
         return self._fenced
 
     @property
     def settled(self) -> bool:
-        """True if the rank is fenced and only a decision changes its state: it can answer the fence."""
+        """True if the rank is fenced and only a decision can change its state. The rank can then answer the fence."""
         return self._fenced is not None and self._state in SETTLED
 
     @property
     def story(self) -> tuple[str, ...]:
-        """The last transitions, oldest first."""
+        """The last transitions of this rank as text, oldest first."""
         return tuple(self._story)
 
     def open(self, step: int) -> None:
-        """Record that the session opens with ``step`` updates done. STARTING -> READY(step)."""
+        """Record that the session opens after ``step`` updates: STARTING -> READY(step)."""
         if self._state == "starting":
             self._step = step
         self._apply(E.OPEN)
 
     def begin(self) -> bool:
-        """Enter the block. Return False when fenced: the rank stays READY and has to wait for the decision."""
+        """Enter the block of a step.
+
+        Return False if the rank is fenced: it stays READY and must wait for the decision.
+        """
         return self._apply(E.BEGIN) == "compute"
 
     def enter_vote(self) -> bool:
@@ -182,7 +189,7 @@ class StepMachine:
         return self._apply(E.VOTE) == "voting"
 
     def vote_passed(self) -> RankState:
-        """Record that every rank voted yes. Return ``updating``, or ``in_doubt`` if the rank was fenced meanwhile."""
+        """Record that every rank voted yes. Return ``updating``, or ``in_doubt`` if a fence came during the vote."""
         return self._apply(E.PASSED)
 
     def vote_refused(self) -> RankState:
@@ -190,29 +197,32 @@ class StepMachine:
         return self._apply(E.REFUSED)
 
     def vote_broken(self) -> RankState:
-        """Record that the vote did not complete here; on other ranks it may have. Return ``in_doubt``."""
+        """Record that the vote broke on this rank; it may have completed on other ranks. Return ``in_doubt``."""
         return self._apply(E.BROKEN)
 
     def end_block(self) -> RankState:
-        """Record the end of the block, scheduler and scaler included: UPDATING(s) -> READY(s+1).
+        """Record the end of the block, after the updates of optimizer, scheduler and scaler: UPDATING(s) -> READY(s+1).
 
         Return the new state.
         """
         return self._apply(E.END)
 
     def fail(self) -> RankState:
-        """Record that the block raised. Return the new state.
+        """Record that the block of the step raised. Return the new state.
 
-        COMPUTE becomes aborted, VOTING in doubt, UPDATING torn. Other states do not change.
+        COMPUTE becomes ABORTED, VOTING becomes IN_DOUBT, UPDATING becomes TORN. Other states do not change.
         """
         return self._apply(E.FAIL)
 
     def finish(self) -> None:
-        """Record that there are no more steps: READY(s) -> FINISHED(s)."""
+        """Record that this rank has no more steps: READY(s) -> FINISHED(s)."""
         self._apply(E.FINISH)
 
     def fence(self, generation: Generation) -> bool:
-        """Fence the rank, because a newer ``generation`` exists. Return False when the generation is old or known."""
+        """Fence the rank because ``generation`` exists.
+
+        Return False if the rank already knows this generation or a newer one.
+        """
         if generation <= max(self._generation, self._fenced or self._generation):
             return False
         self._fenced = generation
@@ -220,11 +230,11 @@ class StepMachine:
         return True
 
     def decide(self, step: int) -> Decision:
-        """Apply the decision that the job continues at ``step``. It may arrive twice.
+        """Apply the decision that the job continues at ``step``. The same decision may arrive twice.
 
         Returns:
-            ``apply``: IN_DOUBT -> UPDATING, the caller runs the update and ends the block. ``discard``: IN_DOUBT ->
-                ABORTED. ``stay``: nothing to do.
+            ``apply``: IN_DOUBT -> UPDATING; the caller runs the update and ends the block. ``discard``: IN_DOUBT ->
+                ABORTED. ``stay``: the state has not changed.
 
         Raises:
             InternalError: the decision contradicts the state of this rank.
@@ -245,17 +255,20 @@ class StepMachine:
         raise self._error(InternalError, f"a decision for step {step} does not fit {self._where()}")
 
     def rewind(self, step: int) -> None:
-        """Record that this rank is back at its state of an earlier ``step``, as decided for all ranks.
+        """Record that this rank has restored its state of an earlier ``step``, as decided for all ranks.
 
         Raises:
-            InternalError: ``step`` is ahead.
+            InternalError: ``step`` is after the present step of this rank.
         """
         if step > self._step:
             raise self._error(InternalError, f"back to step {step}, which is ahead")
         self._apply(E.REWIND, step=step)
 
     def retry(self, generation: Generation) -> bool:
-        """Lift the fence and run the step again in ``generation``. Return False when a newer fence is in force."""
+        """Lift the fence, so that the step can run again in ``generation``.
+
+        Return False if a newer fence is in force.
+        """
         if generation < max(self._generation, self._fenced or self._generation):
             return False
         self._apply(E.RETRY)
@@ -264,14 +277,14 @@ class StepMachine:
         return True
 
     def check(self) -> None:
-        """Raise InternalError when an invariant is broken."""
+        """Raise InternalError if the fence of this rank contradicts its generation or its state."""
         if self._fenced is not None and self._fenced <= self._generation:
             raise self._error(InternalError, f"fenced by {self._fenced} but in {self._generation}")
         if self._fenced is not None and self._state == "compute":
             raise self._error(InternalError, "computing while fenced")
 
     def snapshot(self) -> dict[str, str | int]:
-        """Return the state as plain data, for reports and the simulator."""
+        """Return state, step, generation and fence as plain data, for reports and the simulator."""
         return {
             "state": self._state,
             "step": self._step,

@@ -1,13 +1,13 @@
-"""The vote before an update: the ballot of each rank, and the tally read from their sum.
+"""The vote before an update: the ballot of each rank, and the tally read from the sum of all ballots.
 
 Theory. One int64 SUM all-reduce carries everything that the job must agree on. A SUM cannot compare values, so the step
 number travels as (s, s^2): by Cauchy-Schwarz ``n * sum(s^2) == (sum s)^2`` holds exactly when all n values are equal.
 All ranks on which the reduction completes get the same sum, so they read the same tally.
 
-One more word compares the copies of the state, whatever their number. Each holder of a copy adds its digest times a
-factor, and the factors of all holders of one copy add up to zero (``store/layouts/replica_digests.py``). So the word is
-zero modulo 2**64 when all copies are equal, and with a probability of 2**-64 otherwise. The word counts only when all
-ranks compare by the same plan.
+One more word compares all copies of the state, for any number of copies. Each holder of a copy adds its digest times a
+factor. The factors of all holders of one copy add up to zero (``store/layouts/replica_digests.py``). So the word is
+zero modulo 2**64 if all copies are equal. If copies differ, the word is zero with a probability of only 2**-64. The
+word counts only if all ranks compare by the same plan.
 
 Invariants:
 1. ``passed`` implies that every rank of the group contributed once, reported sound collectives, and was at the same
@@ -35,22 +35,22 @@ VECTOR_LENGTH = len(FIELDS)
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
-    """The ballot of one rank for step ``step``."""
+    """The ballot of one rank in the vote of ``step``, or in a vote between the last step and ``step``."""
 
     step: int
     unsound: bool = False  # a collective of this rank broke: its gradients must not be used
-    exit: bool = False  # asked to leave after this step
-    # Requests a checkpoint after this step; between two steps: could not write its part of one.
+    exit: bool = False  # requests that all ranks leave after this step
+    # Requests a checkpoint after this step; in a vote between two steps: the rank could not write its share of one.
     save: bool = False
     due: bool = False  # its policy requests a periodic checkpoint after this step
-    busy: bool = False  # its previous save is still being written: another one now would delay the step
+    busy: bool = False  # its previous save is still being written: another save now would delay the step
     nonfinite: bool = False  # its gradients hold inf or nan
     keep: bool = False  # it can afford to keep its state in memory after this step
     moved: bool = False  # its layout differs from the published one, or not all layouts were published
     hold: bool = False  # requests that all ranks stop after this step, for a change of seats
     plan: int = 0  # identifies the data that ``digest`` covers, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # sum of the digests of its copies times its factors, any integer
-    between: bool = False  # a vote between the last step and ``step``, not that of a step
+    between: bool = False  # this vote is between the last step and ``step``, not the vote of a step
 
     def encode(self) -> list[int]:
         """Return the ballot as the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""
@@ -67,11 +67,11 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_equal(count: int, total: int, squares: int) -> bool:
-    """Return True if all of ``count`` summed numbers were equal (Cauchy-Schwarz: equality only for equal numbers).
+    """Return True if all of ``count`` summed numbers were equal (by Cauchy-Schwarz).
 
     Args:
-        count: how many numbers.
-        total, squares: their sum, and the sum of their squares.
+        count: how many numbers were summed.
+        total, squares: the sum of the numbers, and the sum of their squares.
 
     Example:
         ``all_equal(2, 3 + 3, 9 + 9)`` is True.
@@ -80,9 +80,9 @@ def all_equal(count: int, total: int, squares: int) -> bool:
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a vote. A flag is set when any rank set it, and counts only when ``passed``.
+    """The result of a vote. Unless noted, a flag is set if any rank set it. Flags count only if ``passed``.
 
-    ``reason`` says why the vote did not pass.
+    ``reason``: why the vote did not pass; empty if it passed.
     """
 
     passed: bool
@@ -91,17 +91,17 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     due: bool = False
     busy: bool = False
     nonfinite: bool = False
-    keep: bool = False  # all ranks set it
+    keep: bool = False  # all ranks set ``keep``
     # All ranks publish their layouts under the name of this vote (``layout_agreement.py``).
     moved: bool = False
     hold: bool = False  # all ranks stop after this step
     compared: bool = False  # all ranks compared their copies, and all are equal
-    differ: bool = False  # copies of the state differ
+    differ: bool = False  # copies of the state differ between ranks; then ``passed`` is False
     reason: str = ""
 
     @staticmethod
     def read(vector: list[int], world_size: int) -> Tally:
-        """Return the tally of the summed ``vector`` of a group of ``world_size`` ranks.
+        """Return the tally of ``vector``, the sum of the encoded ballots of a group of ``world_size`` ranks.
 
         Raises:
             InternalError: the vector has a wrong length.

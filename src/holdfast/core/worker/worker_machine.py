@@ -2,14 +2,17 @@
 
 Theory. A rank is a step machine (``step.py``), the position of its script (``position.py``) and the orders that it has
 received. The controller fences a rank, decides, and orders it to continue. ``WorkerMachine.handle`` takes these
-messages and what the shell reports, and returns commands. The session executes them with threads and sockets, the
-simulator with a virtual clock. Both have the same rules, so a schedule of the simulator tests the rules of a real rank.
+messages and the reports of the shell, and returns commands. The session executes the commands with threads and sockets,
+the simulator with a virtual clock. Both use the same rules, so a schedule of the simulator tests the rules of a real
+rank.
 
 A step is the hot path. Its transitions are methods of the step machine and of the position, which the shell calls
 directly; only a fenced rank reports them with ``Advanced``.
 
-A wait is data here. An order of a decision waits in ``decision_orders.py``. The order to continue waits here until the
-script reaches its wait (``WaitReached``). The shell blocks only to execute.
+A wait is data of this machine, not a blocked thread. An order of a decision waits in ``decision_orders.py``. The order
+to continue waits until the script also waits (``WaitReached``). The shell blocks only to execute commands.
+
+The reactions to the main events are:
 
 - ``Fence``, newer than the generation of this rank: collectives are broken, orders are dropped, the fence is answered.
 - ``Settle``, of the fence in force: an in-doubt step is applied or discarded, and the orders of the decision wait.
@@ -24,7 +27,7 @@ Invariants:
    while a state is restored.
 2. An order to continue counts once. After this rank has joined its generation, a repeated order is ignored.
 3. The script continues only after the state of this rank is no longer served.
-4. A rank goes back only if its script can: otherwise it waits for the fence that its new answer causes.
+4. A rank goes back only if its script can go back. Otherwise it waits for the fence that its new answer causes.
 """
 
 from __future__ import annotations
@@ -52,42 +55,45 @@ from holdfast.errors import InternalError
 
 
 class Advanced(Message, frozen=True):
-    """Report that the step or the script of a fenced rank has advanced. ``event``: the script's event, if any."""
+    """Report of a fenced rank that its step or its script has advanced.
+
+    ``event``: the event of the script; None: only the step has advanced.
+    """
 
     event: ScriptEvent | None = None
 
 
 class WeightsSeen(Message, frozen=True):
-    """Report whether the model holds the trained weights."""
+    """Report of the shell whether the model holds the trained weights."""
 
     trained: bool
 
 
 class OrderEnded(Message, frozen=True):
-    """Report that an order was carried out, or failed. The shell has already sent the result to the controller."""
+    """Report of the shell that it carried out an order or failed to. The controller already has the result."""
 
     generation: Generation
 
 
 class ServingEnded(Message, frozen=True):
-    """Report that the state of this rank is no longer served."""
+    """Report of the shell that the state of this rank is no longer served to replacements."""
 
     generation: Generation
 
 
 class WaitReached(Message, frozen=True):
-    """Report that the script waits for the job to continue, and an order to continue is there."""
+    """Report of the shell that the script waits for the job to continue, and that an order to continue has arrived."""
 
 
 class StateRestored(Message, frozen=True):
-    """Report that the state of an earlier ``step`` is restored."""
+    """Report of the shell that the kept state of an earlier ``step`` is restored."""
 
     step: int
     generation: Generation
 
 
 class GroupsBuilt(Message, frozen=True):
-    """Report that the groups of a generation are built. ``error``: why they are not."""
+    """Report of the shell that the process groups of a generation are built. ``error``: why they could not be built."""
 
     generation: Generation
     error: str = ""
@@ -97,19 +103,19 @@ class GroupsBuilt(Message, frozen=True):
 
 
 class AnswerFence(Command, frozen=True):
-    """Command to send the answer to a fence, after adding the facts that only the shell knows (kept steps, a time)."""
+    """Command to send ``answer`` to a fence, after adding the facts that only the shell knows (kept steps, a time)."""
 
     answer: Settled
 
 
 class BreakCollectives(Command, frozen=True):
-    """Command to break every collective of the old generation."""
+    """Command to break every collective of the old generation, so that no thread waits in one."""
 
     reason: str
 
 
 class EndServing(Command, frozen=True):
-    """Command to stop serving the state, and to report ``ServingEnded``."""
+    """Command to stop serving the state to replacements, and to report ``ServingEnded``."""
 
     generation: Generation
 
@@ -119,27 +125,27 @@ class ApplyUpdate(Command, frozen=True):
 
 
 class RestoreState(Command, frozen=True):
-    """Command to restore the kept state of ``step``, and to report ``StateRestored``."""
+    """Command to restore the state of ``step`` that is kept in memory, and to report ``StateRestored``."""
 
     step: int
     generation: Generation
 
 
 class BuildGroups(Command, frozen=True):
-    """Command to build the groups of a generation, and to report ``GroupsBuilt``."""
+    """Command to build the process groups of a generation, and to report ``GroupsBuilt``."""
 
     generation: Generation
 
 
 class ReportBroken(Command, frozen=True):
-    """Command to report that the groups of a generation could not be built."""
+    """Command to report to the controller that the process groups of a generation could not be built."""
 
     generation: Generation
     reason: str
 
 
 class ContinueStep(Command, frozen=True):
-    """Command to let the script continue: this rank is in ``generation``."""
+    """Command to let the script continue, because this rank has joined ``generation``."""
 
     generation: Generation
 
@@ -150,13 +156,13 @@ Commands = tuple[Command, ...]
 
 
 class WorkerMachine:
-    """The state machine of one rank. See the module.
+    """The state machine of one rank, which turns messages of the controller and reports of the shell into commands.
 
     Args:
         member_id: id of this process.
         generation: the generation in which the process was started.
-        joining: the process takes the place of a lost rank.
-        observe: called with (old state, new state, step after) after each transition of the step machine.
+        joining: the process takes the seat of a lost rank.
+        observe: called after each transition of the step machine with (old state, new state, step after it).
 
     Example:
         >>> machine = WorkerMachine(MemberId(1), Generation(1, 1))
@@ -197,7 +203,7 @@ class WorkerMachine:
 
     @property
     def script(self) -> ScriptMachine:
-        """The position of the script."""
+        """The state machine of the script's position on this rank."""
         return self._script
 
     @property
@@ -206,7 +212,7 @@ class WorkerMachine:
         return self._orders
 
     def take_place(self, member_id: MemberId, generation: Generation) -> None:
-        """Make a called spare a newcomer that has just started."""
+        """Give this process, a spare that was called, the id and generation of a new member."""
         self._member_id = member_id
         self._steps = StepMachine(generation, self._observe)
 
@@ -214,40 +220,46 @@ class WorkerMachine:
 
     @property
     def resume(self) -> ResumeInPlace | None:
-        """The order to continue, if the script may follow it now."""
+        """The order to continue, or None if the script may not continue yet."""
         return self._resume
 
     @property
     def receive(self) -> Receive | None:
-        """The order to a replacement to take its state."""
+        """The order to this replacement to receive its state, or None."""
         return self._receive
 
     @property
     def turns(self) -> int:
-        """Number of epochs and phases that the whole job has finished, as far as this rank knows."""
+        """Number of epochs and phases that all ranks have finished, as known to this rank."""
         return self._turns
 
     @property
     def knows_turns(self) -> bool:
-        """True if the fence in force was decided, or is lifted: :meth:`adopt_turns` then returns the job's number."""
+        """True if this rank knows the decided number of finished epochs and phases, see :meth:`adopt_turns`."""
         return self._resume is not None or self._settled_in == self._steps.fenced
 
     def stand_at_turn(self, turns: int) -> None:
-        """Record the number of turns in the state that this rank has loaded."""
+        """Record the number of finished epochs and phases in the state that this rank has loaded."""
         self._turns = turns
 
     def pass_turn(self) -> bool:
-        """Count a turn that all ranks have finished. Return False without counting if a fence came first."""
+        """Count an epoch or phase that all ranks have finished.
+
+        If this rank is fenced, return False and count nothing.
+        """
         self._turns += self._steps.fenced is None
         return self._steps.fenced is None
 
     def adopt_turns(self) -> int:
-        """Take over the number of turns of the decision. Return the number."""
+        """Take over the number of finished epochs and phases from the decision, and return it."""
         self._turns = max(self._turns, self._decided_turns)
         return self._turns
 
     def reaches(self) -> bool:
-        """Return True once per generation, after the first step that this rank has committed in it."""
+        """Return True at the first call per generation while this rank is not fenced.
+
+        The caller asks after each committed step, and reports the first step of a generation.
+        """
         first = not self._reached and self._steps.fenced is None
         self._reached = self._reached or first
         return first
@@ -255,10 +267,10 @@ class WorkerMachine:
     # ------------------------------------------------------------------ what happens
 
     def handle(self, now_s: float, event: Message) -> Commands:
-        """Apply a message of the control plane or a report of the shell. Return the commands for the shell, in order.
+        """Apply a message of the controller or a report of the shell. Return the commands for the shell, in order.
 
         Raises:
-            InternalError: a decision contradicts the state of this rank, or the event is of no kind known here.
+            InternalError: a decision contradicts the state of this rank, or the kind of the event is unknown.
         """
         found: list[Command] = []
         match event:
@@ -284,9 +296,7 @@ class WorkerMachine:
                 self._receive = event
             case OrderEnded():
                 self._orders.end()
-                if (
-                    event.generation != self._steps.fenced
-                ):  # what it serves was ordered for a recovery that is over
+                if event.generation != self._steps.fenced:  # the state was served for a recovery that is over
                     found.append(EndServing(generation=event.generation))
             case WeightsSeen():
                 self._orders.saw_weights(event.trained)
@@ -297,7 +307,10 @@ class WorkerMachine:
         return (*found, *self._advance(now_s))
 
     def _advance(self, now_s: float) -> list[Command]:
-        """Return the commands for orders whose conditions hold. A script that strays is reported first."""
+        """Return the commands for orders whose conditions hold.
+
+        If the script has strayed, the new answer to the fence comes first.
+        """
         attendance = self._script.attendance
         found = self._orders.advance(Standing(now_s, self._steps, self._script))
         answers: list[Command] = []
@@ -306,7 +319,7 @@ class WorkerMachine:
         return [*answers, *found]
 
     def _answer(self, found: list[Command]) -> None:
-        """Answer the fence when the step machine has settled, unless this answer was given."""
+        """Append the answer to the fence if the rank has settled and has not given the same answer before."""
         steps, script = self._steps, self._script
         fenced = steps.fenced
         if fenced is None or not steps.settled or script.restoring:
@@ -363,7 +376,7 @@ class WorkerMachine:
         elif 0 <= self._script.rewinds_to <= resume.step:
             self._script.begin_restore()
             found.append(RestoreState(step=resume.step, generation=resume.generation))
-        # Otherwise the script has left that loop since, and has reported that: all ranks are fenced again.
+        # Otherwise the script has left its loop since the order, and has reported so: all ranks are fenced again.
 
     def _restored(self, event: StateRestored, found: list[Command]) -> None:
         self._script.end_restore()
