@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
-from holdfast.frameworks.torch.state.data_parallel import copy_of, sharded_mesh
+from holdfast.frameworks.torch.state.data_parallel import copy_of, holds_part, sharded_mesh
 from holdfast.frameworks.torch.state.equal_start import begin_equal
 from holdfast.frameworks.torch.state.parameter_names import data_parallel, names_of
 from tests.adapters.worlds import Line, Worlds
@@ -53,8 +53,8 @@ class Flagged(nn.Module):
         return [float(self.started), *self.mean.tolist(), float(self.calls)]
 
 
-def every_layout(line: Line) -> dict[str, int]:
-    """Return the number of this rank's copy, by layout."""
+def every_layout(line: Line) -> dict[str, Any]:
+    """Return the number of this rank's copy, and whether the rank computes only a part of it, by layout."""
     dist.init_process_group("gloo")
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     models: dict[str, Any] = {
@@ -66,20 +66,25 @@ def every_layout(line: Line) -> dict[str, int]:
         "pp, ddp": DistributedDataParallel(net(), process_group=two.get_group("inner")),
         "by hand": net(),
     }
-    found = {name: copy_of(model, line.rank, 4).number for name, model in models.items()}
+    found, parts = {}, {}
+    for name, model in models.items():
+        copy = copy_of(model, line.rank, 4)
+        found[name], parts[name] = copy.number, holds_part(model, copy, 4)
     for name in ("pp", "pp, tp"):
         module = net()
         group = two.get_group("outer")
         stage = PipelineStage(module, line.rank // 2, 2, torch.device("cpu"), group=group)
-        found[name] = copy_of(split(module, two["inner"]) if "tp" in name else module, line.rank, 4).number
+        model = split(module, two["inner"]) if "tp" in name else module
+        copy = copy_of(model, line.rank, 4)
+        found[name], parts[name] = copy.number, holds_part(model, copy, 4)
         del stage
         gc.collect()
-    return found
+    return {"copies": found, "parts": parts}
 
 
 def test_copies_of_every_layout(worlds: Worlds) -> None:
     ranks = worlds.values(every_layout, 4)
-    found = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    found = {name: [rank["copies"][name] for rank in ranks] for name in ranks[0]["copies"]}
     each = [0, 1, 2, 3]
     assert {name: found[name] for name in ("ddp", "fsdp", "hsdp", "by hand")} == {
         "ddp": each, "fsdp": each, "hsdp": each, "by hand": each,
@@ -87,6 +92,13 @@ def test_copies_of_every_layout(worlds: Worlds) -> None:
     assert found["tp"] == [0, 0, 2, 2] and found["tp, replicate"] == [0, 0, 1, 1]
     assert found["pp, ddp"] == [0, 1, 0, 1] == found["pp"]
     assert found["pp, tp"] == [0, 0, 0, 0]
+    for rank in ranks:
+        assert {name for name, is_part in rank["parts"].items() if not is_part} == {
+            "ddp",
+            "fsdp",
+            "hsdp",
+            "by hand",
+        }
 
 
 def buffers_of_stages(line: Line) -> dict[str, float]:

@@ -25,7 +25,7 @@ from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
-from holdfast.frameworks.torch.state.data_parallel import copy_of, sharded_mesh
+from holdfast.frameworks.torch.state.data_parallel import copy_of, holds_part, sharded_mesh
 from holdfast.frameworks.torch.state.devices import StateDevices, named_errors
 from holdfast.frameworks.torch.state.equal_start import begin_equal
 from holdfast.frameworks.torch.state.optimizer_state import (
@@ -599,7 +599,7 @@ class TorchAdapter:
     @property
     def partial(self) -> bool:
         """True if this rank holds only a part of a copy of the model."""
-        return self.copy.numbers != self.world_size
+        return holds_part(self._model, self.copy, self.world_size)
 
     @property
     def others(self) -> OtherRanksBlocks | None:

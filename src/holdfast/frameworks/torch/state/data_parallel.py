@@ -55,6 +55,25 @@ def copy_of(model: Models, rank: int, world_size: int) -> Copy:
     return Copy(first - _place_in_split(model, rank), world_size)
 
 
+def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
+    """Return True if this rank computes only a part of ``copy``: of its layers, or of its tensors.
+
+    The ranks of a pipeline or of a DTensor mesh have numbers of their own where no wrapper defines the copies, so the
+    number of copies does not show it there.
+    """
+    if copy.numbers != world_size:
+        return True
+    if sharded_mesh(model) is not None or data_parallel(model):
+        return False
+    stages = instances(*private_api.PIPELINE_STAGE)
+    if any(len(dist.get_process_group_ranks(stage.group or dist.group.WORLD)) > 1 for stage in stages):
+        return True
+    parameters = [parameter for _, top in modules_of(model) for parameter in top.parameters()]
+    return any(
+        isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in parameters
+    )
+
+
 def _place_in_split(model: Models, rank: int) -> int:
     """Return the distance of this rank from the lowest rank of its DTensor mesh; 0 without a mesh."""
     for _, top in modules_of(model):
