@@ -101,12 +101,12 @@ class ScriptError(UserError):
 class FrameworkError(ScriptError, ImportError):
     """The error for an installed framework that cannot be loaded.
 
-    It is an ImportError, so that a script can catch it so.
+    It is also an ImportError, so a script can catch it with ``except ImportError``.
     """
 
 
 class DataError(UserError):
-    """The error for a loader that gives another batch at the same position than before."""
+    """The error for a loader that gives a different batch than before at the same position."""
 
 
 class StateError(UserError):
@@ -148,7 +148,7 @@ class ComputeError(FaultError):
 
 
 class PeerLost(FaultError):
-    """The error for a collective outside of a step that lost a peer."""
+    """The error of a collective that lost a peer outside of a step."""
 
 
 class GroupError(FaultError):
@@ -198,7 +198,7 @@ class CheckpointMismatch(StoreError):
 
 
 class NothingToResume(StoreError):
-    """The error for a requested checkpoint when none is valid."""
+    """The error when a checkpoint is requested and none is valid."""
 
 
 class StoreUnreachable(StoreError):

@@ -130,7 +130,7 @@ class Follower:
 
 
 def read_since(path: Path, kind: str) -> Iterator[Event]:
-    """Yield the events from the newest event of class ``kind`` on; all events if there is none.
+    """Yield the events from the newest event of kind ``kind`` on; all events if there is none.
 
     Earlier lines are not decoded, so the log may be long.
     """
@@ -174,7 +174,7 @@ def _last_sound(lines: bytes, needle: bytes) -> int:
 def _whole_line(file: BinaryIO) -> bytes:
     """Return the next line, or empty bytes if it is not complete.
 
-    A line longer than any event gives a line end alone.
+    For a line that is longer than any event return only a line end.
     """
     piece = file.readline(LINE_SIZE_BYTES_MAX)
     too_long = False
@@ -223,9 +223,8 @@ class EventLog:
 
         Args:
             room_wait_s: above 0 for a daemon, for whose lines blocks are reserved. If they are used up, an append waits
-                this many seconds for free space, and so does the act that it logs. A daemon that ended instead would
-                lose
-                its state.
+                this many seconds for free space, and so does the action that the event announces. A daemon that ended
+                instead would lose its state.
 
         Raises:
             OSError: the log cannot be written.

@@ -91,8 +91,7 @@ def session(
         options: the options of ``holdfast.session``.
 
     Raises (when the session is entered):
-        UnsupportedError: MindSpore version, parallel mode or training cell.
-        The errors of ``holdfast.session``.
+        UnsupportedError: MindSpore version, parallel mode or training cell. The errors of ``holdfast.session``.
     """
     configure_logging()
     settings = SessionSettings(**options)
@@ -162,8 +161,8 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
 
         Raises:
             UsageError: this method was called before.
-            CheckpointMismatch: with this number of ranks no batch begins at the position of the job in its data.
-            The errors of ``holdfast.session``.
+            CheckpointMismatch: with this number of ranks no batch begins at the position of the job in its data. The
+                errors of ``holdfast.session``.
         """
         if self._steps is not None:
             raise UsageError(
@@ -231,9 +230,9 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         run_context.original_args().cur_step_num = self.step
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
-        """Take the first step of an epoch, so that the code of other callbacks runs between the steps.
+        """Take the first step of an epoch, so that code of other callbacks from now on counts as code before its block.
 
-        If the training begins within an epoch, these callbacks have run for this epoch before.
+        If the training begins within an epoch, the callbacks ran this code in an earlier process.
         """
         assert self._steps is not None
         if not self._within:

@@ -49,8 +49,7 @@ def session(
         options: the options of ``holdfast.session``.
 
     Raises (when the session is entered):
-        UnsupportedError: TensorFlow's version or strategy.
-        The errors of ``holdfast.session``.
+        UnsupportedError: TensorFlow's version or strategy. The errors of ``holdfast.session``.
     """
     configure_logging()
     settings = SessionSettings(**options)
@@ -87,9 +86,9 @@ class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self.epoch_steps = 0  # steps of an epoch; 0: the number in Keras' own parameters
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Take the first step of an epoch, so that the code of other callbacks runs between the steps.
+        """Take the first step of an epoch, so that code of other callbacks from now on counts as code before its block.
 
-        If the training begins within an epoch, these callbacks have run for this epoch before.
+        If the training begins within an epoch, the callbacks ran this code in an earlier process.
         """
         if self._session.step % (self.epoch_steps or self.params.get("steps") or 1) == 0:
             self._given = next(self._steps)
@@ -167,7 +166,7 @@ def fit(
 
 @contextmanager
 def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer: it begins and ends once.
+    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer, with one begin and one end.
 
     Otherwise an early stop would count from 0 in each epoch, a log file would start again, and the average of the
     weights (``use_ema``) would replace the weights after each epoch.

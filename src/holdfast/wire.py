@@ -328,8 +328,8 @@ class Link(Generic[M]):
         """Add received bytes, and return the messages that are now complete. After an error, close the connection.
 
         Raises:
-            AuthError: the peer does not know the token, uses another version of the protocol, or does not encrypt
-                alike.
+            AuthError: the peer does not know the token or uses another version of the protocol, or only one end
+                encrypts.
             ProtocolError: the peer expects another service, or a frame is too long, out of place, not from the other
                 end, or no message.
         """

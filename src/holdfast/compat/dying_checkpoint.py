@@ -140,7 +140,7 @@ class Lost(TtpMessage, frozen=True):
 
 
 class Timer(TtpMessage, frozen=True):
-    """Event, never sent: the time limit with the number of an :class:`After` command has passed."""
+    """Event, never sent: the delay of the :class:`After` command with this number has passed."""
 
     number: int
 
@@ -171,7 +171,7 @@ class WriteLog(NamedTuple):
 
 
 class Over(NamedTuple):
-    """Command: nothing is left to do."""
+    """Command: end the controller, because nothing is left to do."""
 
 
 Command = SendToRank | After | WriteLog | Over
@@ -281,7 +281,7 @@ class DyingCheckpoint:
             self._without(rank)
 
     def _without(self, rank: int) -> None:
-        """Continue the stop or the save after ``rank`` has died in it."""
+        """Continue after the death of ``rank`` during a stop or a save."""
         if self.phase == "stopping":
             self._decide_when_all_stand()
         elif self.phase in ("saving", "renaming") and rank in self._writers:

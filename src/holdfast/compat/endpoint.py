@@ -1,4 +1,4 @@
-"""The file of the secret that the controller of ``mindio_ttp`` and its ranks know, for the controller's address."""
+"""The secret that the controller of ``mindio_ttp`` and its ranks know: its file, and how it is read and written."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def token_path(host: str, port: int) -> Path:
     """Return the path of the file of the secret.
 
     It is the file that the user named in ``HOLDFAST_TTP_TOKEN_FILE``. For a loopback address without that variable it
-    is a
-    private file of this machine.
+    is a private file of this machine.
 
     Raises:
         UsageError: the host is unknown, or other machines can reach it and the user named no file.
@@ -84,7 +83,10 @@ def make_token(host: str, port: int) -> Path:
 
 
 def drop_token(path: Path, secret: bytes) -> None:
-    """Remove the private file of a controller that ends. A file of the user, or with another secret, stays."""
+    """Remove the private secret file of a controller that ends.
+
+    The user's file, or a file with another secret, stays.
+    """
     if TOKEN_VARIABLE in os.environ:
         return
     with contextlib.suppress(FileNotFoundError):

@@ -3,7 +3,7 @@
 ``tft_*`` are MindSpore's names, ``ttp_*`` the older names of Megatron scripts. Only the dying checkpoint (``TTP:1``) is
 supported. It is the checkpoint that sound ranks (ranks with a whole state) write after a fault, before all ranks exit.
 Any rank may die, also rank 0. Repair in place (``UCE``, ``ARF``, ``HCCE``) and pauses (``TSP``) need Ascend's own
-communication: asking for one raises an error with its name. See docs/compat.md.
+communication: a request for one of them raises an error that names it. See docs/compat.md.
 """
 
 from __future__ import annotations
@@ -424,8 +424,7 @@ def ttp_set_ckpt_args(args: Any) -> None:
     """Set ``args`` of the save handler after the update of each step: ``(iterations done, model, ...)``.
 
     A Megatron script calls this function in its loop, after the optimizer has called :func:`ttp_end_updating_os`. The
-    state
-    of a step is complete only after both calls. The step's number is the number of iterations done.
+    state of a step is complete only after both calls. The step's number is the number of iterations done.
     """
     tft_set_step_args(args)
 

@@ -6,10 +6,10 @@ These parts are patched, and nothing else:
 2. ``_stop_device`` and ``clean_tdt_channel``, which do not exist on CPU, do nothing.
 3. The optimizer wrapper reduces its flag as float32, because the CPU's AllReduce has no int32. A Python operator in the
    graph reports the beginning of an update, because ``TensorReport`` has no CPU kernel.
-4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32, and a request to one rank is enough. So
-   ``OnRequestExit`` reads the answer on every rank after every step. The checkpoint that it writes at the exit cannot
-   be loaded by 2.10, because the file also has a scalar under the name of the optimizer's ``global_step``. The patched
-   start loads the file, without the request to exit.
+4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) sums float32 flags over the ranks, so a request to one rank is
+   enough. ``OnRequestExit`` reads the sum on every rank after every step. 2.10 cannot load the checkpoint that
+   ``OnRequestExit`` writes, because the file also has a scalar under the name of the optimizer's ``global_step``. The
+   patched version loads the file, and ignores the request to exit in it.
 5. ``train.TFTRegister``, which 2.10 has renamed, exists again. Releases with that name published a dying checkpoint as
    ``tft_saved_checkpoints-step_N``. A link with that name leads to 2.10's ``ttp_saved_checkpoints-step_N``.
 6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``). All
@@ -115,7 +115,10 @@ def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
 
 
 def _load_saved_at_exit(file_name: str, net: Any) -> None:
-    """Load a checkpoint that ``OnRequestExit`` wrote at an exit; replaces MindSpore's ``load_checkpoint``."""
+    """Load a checkpoint that ``OnRequestExit`` wrote at an exit.
+
+    This function replaces MindSpore's ``load_checkpoint``.
+    """
     values = ms.load_checkpoint(file_name)
     for name in EXIT_NAMES:
         values.pop(name, None)
@@ -173,8 +176,7 @@ def _add_report(cell: Any) -> None:
     """Add operators to the optimizer ``cell`` that delay its update.
 
     The update begins once all ranks have summed a flag and :func:`tft_start_updating_os` has returned. The sum
-    completes
-    only when all ranks have their gradients. Call this function before a ``Model`` is made of the optimizer.
+    completes only when all ranks have their gradients. Call this function before a ``Model`` is made of the optimizer.
     """
     if ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL:
         ms.set_auto_parallel_context(parameter_broadcast=True)
@@ -185,7 +187,10 @@ def _add_report(cell: Any) -> None:
 
 
 def _wrapper_of(_cls: Any, origin: Any) -> Any:
-    """Return a subclass of the optimizer class ``origin``; replaces ``TrainFaultTolerance.get_optimizer_wrapper``."""
+    """Return a subclass of the optimizer class ``origin`` that reports the beginning of each update.
+
+    This function replaces ``TrainFaultTolerance.get_optimizer_wrapper``.
+    """
 
     class TFTOptSubCls(origin):  # type: ignore[misc]
         """The optimizer class ``origin``, extended: it reports the beginning of an update before the update."""
@@ -225,7 +230,7 @@ class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
 
 @jit_class
 class ExitByRequest:
-    """``mindspore.utils.ExitByRequest``: an all-reduce in the graph, which gives all ranks each rank's exit request."""
+    """``mindspore.utils.ExitByRequest``: a sum of exit requests in the graph, so that all ranks exit together."""
 
     def __init__(self) -> None:
         self.reduce = ops.AllReduce()
@@ -241,7 +246,8 @@ class ExitByRequest:
         """Set ``exit_value`` to whether any rank was asked to exit.
 
         Returns:
-            The gradients ``grad``, with a dependence on that assignment, so that the graph executes it.
+            The gradients ``grad``, which now depend on this assignment. Otherwise the graph would leave the assignment
+            out.
         """
         if self.is_distributed:
             total = self.total(self.reduce(self.cast(init_value, ms.float32)))

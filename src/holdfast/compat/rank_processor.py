@@ -10,7 +10,7 @@ Invariants:
    arguments that belong to that step (:mod:`holdfast.compat.step_state`).
 3. A stopped process ends: by the controller's order, or because the controller is lost.
 4. SIGTERM, if the script has no handler for it, is a fault like any other. It ends the process after the dying
-   checkpoint. torchrun sends SIGTERM to the living workers as soon as one worker has died, so while they write.
+   checkpoint. torchrun sends SIGTERM to the living workers as soon as one worker has died. At that time they write.
 """
 
 from __future__ import annotations

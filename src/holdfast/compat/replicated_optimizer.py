@@ -2,9 +2,8 @@
 
 The documents of ``mindio_ttp`` for Megatron use this class instead of ``DistributedOptimizer``, so that the optimizer's
 state survives the death of a rank. With ``num_distributed_optimizer_instances=2`` Megatron-core cuts the state over
-half
-the data-parallel ranks, and the other half holds the same shards. This class checks that setting. It counts the updates
-for ``ttp_end_updating_os(self.current_step)``. Megatron is imported when the first optimizer is built.
+half the data-parallel ranks, and the other half holds the same shards. This class checks that setting. It counts the
+updates for ``ttp_end_updating_os(self.current_step)``. Megatron is imported when the first optimizer is built.
 """
 
 from __future__ import annotations

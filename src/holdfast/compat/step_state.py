@@ -23,9 +23,8 @@ class StepState:
     The object has no lock: the caller guards it.
 
     Args:
-        bound: True if the script gives arguments for each step. False changes to True as soon as given arguments
-            begin with
-            an iteration count.
+        bound: True if the script gives arguments for each step. False changes to True as soon as given arguments begin
+            with an iteration count.
 
     Example:
         state = StepState(bound=True)

@@ -36,7 +36,7 @@ _functions: dict[str, Callable[..., Any]] = {}
 def init_taskd_agent(config: Mapping[str, Any] | None = None, cls: Any = None) -> bool:
     """Return True if msrun should let this agent start and watch its workers.
 
-    That is so only if the user has requested restarts (``RSC:1``). With ``TTP:1`` alone, a fault ends the job.
+    The result is True only if the user has requested restarts (``RSC:1``). With ``TTP:1`` alone, a fault ends the job.
     """
     configure_logging()
     _functions.clear()

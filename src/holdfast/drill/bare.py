@@ -34,7 +34,7 @@ from holdfast.frameworks.torch.state.rng import reseed, sample_seed, seed_all
 class SeededWindows(Dataset[Pair]):
     """A dataset that seeds the default generators before each sample.
 
-    ``epoch`` is set before its loader processes start.
+    Set ``epoch`` before the loader's processes start.
     """
 
     def __init__(self, inner: Dataset[Pair], seed: int) -> None:

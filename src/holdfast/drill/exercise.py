@@ -31,8 +31,8 @@ class Exercise:
     """The training of a drill.
 
     ``command`` is the part of the command line after ``holdfast run`` and its flags for directories and workers.
-    ``nproc``
-    is the number of workers. ``results``: the script takes ``--result DIR`` and writes one digest file per rank there.
+    ``nproc`` is the number of workers. ``results``: the script takes ``--result DIR`` and writes one digest file per
+    rank there.
     """
 
     command: tuple[str, ...]
@@ -64,7 +64,8 @@ class Exercise:
 def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[str] = ()) -> Exercise:
     """Return a training of the tiny model on at least ``nproc`` workers, enough for two copies of its state.
 
-    The layout ``fsdp`` has no copies: there the memory tier keeps each shard every 5 steps, and the later gradients.
+    The layout ``fsdp`` has no copies: there the memory tier keeps each shard every 5 steps, with the gradients since
+    then.
     """
     memory = ("--memory-every", "5") if layout == "fsdp" else ()
     nproc = max(nproc, 2 * NPROC_STEP.get(layout, 1))
@@ -77,8 +78,7 @@ class DrillVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a drill.
 
     ``digest`` is the digest of the run without faults, ``digest_disturbed`` that of the run with faults. ``missed``
-    lists
-    faults that were never injected. ``last_words`` has the last log lines of a run that did not end well.
+    lists faults that were never injected. ``last_words`` has the last log lines of a run that did not end well.
     """
 
     identical: bool

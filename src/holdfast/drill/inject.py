@@ -67,10 +67,8 @@ class Injected(msgspec.Struct, frozen=True):
     """One fault that happened.
 
     ``phase`` and ``step`` are those that the first victim's status page showed after its death. ``committed_step`` is
-    the
-    highest step that any page of the run proved as committed just before the fault. ``moment_ns`` is the time of the
-    fault
-    (CLOCK_MONOTONIC).
+    the highest step that any page of the run proved as committed just before the fault. ``moment_ns`` is the time of
+    the fault (CLOCK_MONOTONIC).
     """
 
     number: int
@@ -185,8 +183,7 @@ class FaultInjector:
         """Kill a rank that knows that the vote passed, while another rank still waits in the vote.
 
         A short SIGSTOP at a random moment of the vote delays the other rank, as a busy machine would. If the SIGSTOP
-        misses the
-        vote, the step continues and the next step is tried.
+        misses the vote, the step continues and the next step is tried.
         """
         others = [seen for rank, seen in sorted(self.run.workers().items()) if rank != fault.ranks[0]]
         if not others or not self._wait_step(page, fault.step, victims[0].pid):

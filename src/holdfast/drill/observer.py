@@ -55,7 +55,7 @@ class ObservedRun:
         return self._history.ended is not None
 
     def workers(self) -> dict[int, PageSeen]:
-        """Return the living workers by rank."""
+        """Return the status page of each living worker, by rank."""
         found: dict[int, PageSeen] = {}
         for page in each_page(self.directory / "pages", PAGE):
             seen = PageSeen(page.path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
@@ -67,7 +67,7 @@ class ObservedRun:
     def broken(self) -> list[str]:
         """Return the errors of controllers and agents that broke.
 
-        The job itself does not show them: successors took over.
+        The job itself does not show these errors, because successors took over.
         """
         self.poll()
         return broken(self.events)
@@ -75,7 +75,7 @@ class ObservedRun:
     def committed_step(self) -> int:
         """Return the highest step that any status page shows.
 
-        Its number is also the number of updates made before it.
+        A step's number is the number of updates before the step.
         """
         return max((page.state()[0] for page in each_page(self.directory / "pages", PAGE)), default=0)
 

@@ -188,7 +188,7 @@ def injected_path(directory: Path) -> Path:
 
 
 def failed(directory: Path, code: int) -> ScriptError:
-    """Return the error for a run that ended badly without reason, with the last lines of its logs."""
+    """Return the error for a run that should have ended well, with the last lines of its logs."""
     said = text(last_words(directory))
     return ScriptError(
         f"the {directory.name} run ended with code {code}:\n{said}", hint=f"less {launcher_log(directory)}"

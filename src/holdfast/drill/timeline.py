@@ -1,7 +1,7 @@
 """Reports of injected faults, made from the injector's records and the event log (pure).
 
 Times are seconds from the fault itself, by the injector's clock, to the event of each phase. If a second fault comes
-during a recovery, an event can occur twice. The one that counts is chosen as in the run's own report
+during a recovery, an event can occur twice. The occurrence that counts is chosen as in the run's own report
 (``core.job.fault.reach``).
 """
 
@@ -22,8 +22,7 @@ class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
 
     ``freed_s``: seconds until the last survivor had left its collectives. ``decision``: ``forward`` if the step of the
     in-doubt ranks was kept, ``back`` if it was dropped, ``none`` if no rank was in doubt. ``in_doubt``: number of
-    in-doubt
-    ranks.
+    in-doubt ranks.
     """
 
     kind: str
@@ -48,8 +47,7 @@ class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
         """True if repeated steps are expected after this fault, so that ``steps_lost`` is no failure.
 
         This is so after a flipped bit. It is also so if the lost rank was the only holder of a box, and the box came
-        from the
-        memory tier, which had an earlier state.
+        from the memory tier, which had an earlier state.
         """
         return self.kind in FLIPS or self.action.endswith("_from_memory")
 

@@ -107,8 +107,7 @@ class DrillTraining:
 
     ``network`` is the wrapped module that forward calls; ``model`` (a ``Gpt`` or one stage) is inside. ``copy`` is the
     number of this rank's copy of the model; None: the rank's own number. ``group`` is the process group whose first
-    rank's
-    buffers count for all its ranks.
+    rank's buffers count for all its ranks.
     """
 
     model: nn.Module

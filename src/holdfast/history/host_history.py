@@ -19,8 +19,7 @@ class HostView(msgspec.Struct):
 
     ``gone``: how it left; empty: it is connected to this host. ``leaves``: sources of the notices that it will leave.
     ``leaves_at``: the earliest deadline of these notices (Unix time); None: no deadline. ``left_out``: the reason why
-    it
-    gets no ranks although it is connected; empty: it may get ranks.
+    it gets no ranks although it is connected; empty: it may get ranks.
     """
 
     name: str

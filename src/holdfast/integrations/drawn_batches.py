@@ -4,7 +4,7 @@ Theory. See ``session/loops/batch_digest.py``. A framework draws its batches its
 that uses it. So a batch is identified by the epoch and its number in this rank's share of the epoch. This rank keeps a
 record (epoch, number, digest) of one batch: the newest batch that the step trains on. The record is among the plain
 values of the step, from the start of the block. The next process with this rank compares when it draws that batch. It
-draws the batch in the repeated step, or beforehand, from a position one batch earlier.
+draws the batch for the repeated step, or before its first step, only to compare it.
 
 Invariants:
 1. A batch that differs raises an error before the step of that batch begins.

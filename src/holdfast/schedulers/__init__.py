@@ -1,1 +1,1 @@
-"""Support for schedulers: the description of a job in their environment, and scripts and manifests that start a job."""
+"""Support for schedulers: a job's description read from their environment, and scripts and manifests for them."""

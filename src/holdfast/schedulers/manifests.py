@@ -42,8 +42,7 @@ class Pods:
 
     ``nodes`` pods hold ranks; ``spares`` further pods wait. ``flags`` and ``command`` are those of ``holdfast run``.
     ``claim`` names a PersistentVolumeClaim, mounted at ``mount``. ``shm`` is the size of ``/dev/shm``. ``resources``
-    are
-    limits of a pod. With ``watches`` the pods may read their Node and Pod, and annotate their Pod.
+    are limits of a pod. With ``watches`` the pods may read their Node and Pod, and annotate their Pod.
     """
 
     name: str
@@ -153,10 +152,8 @@ def rights(pods: Pods) -> list[Object]:
     """Return the objects that let the pods read Nodes, and read and annotate Pods of their namespace.
 
     Kubernetes cannot limit these rights to the pod's own Node and Pod, whose names are not known beforehand. Nodes
-    belong
-    to no namespace, so a binding for them must name the namespace of the pods. Without ``namespace`` that binding is
-    left
-    out.
+    belong to no namespace, so a binding for them must name the namespace of the pods. Without ``namespace`` that
+    binding is left out.
     """
     if not pods.watches:
         return []

@@ -40,7 +40,7 @@ class SlurmStep(NamedTuple):
 
     @property
     def port(self) -> int:
-        """The port of the first contact. Different jobs have different ports, and so have a few steps of one job."""
+        """The port of the first contact. Jobs with near numbers, and up to 8 steps of one job, have different ports."""
         return PORT_FIRST + (self.job * STEPS_APART + self.step) % PORT_COUNT
 
 

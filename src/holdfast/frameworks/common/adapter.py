@@ -86,9 +86,8 @@ class Feed(Protocol):
         """Return the position after the last batch drawn.
 
         Returns:
-            A mapping with ``epoch``, ``batch`` (number of batches that this rank has drawn in the epoch), and all
-            other values
-            that :meth:`seek` needs.
+            A mapping with ``epoch``, ``batch`` (number of batches that this rank has drawn in the epoch), and all other
+            values that :meth:`seek` needs.
         """
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
@@ -108,7 +107,7 @@ class Feed(Protocol):
 
 
 class Hooks(NamedTuple):
-    """Calls into the session from inside user code, in the main thread."""
+    """Functions of the session that the adapter calls from inside user code, in the main thread."""
 
     backward: Callable[[], None]  # the first gradient of a step is being computed
     update: Callable[[str], None]  # the named optimizer is about to change weights
@@ -132,8 +131,9 @@ class StateAdapter(Protocol):
         """Return the state now, or, if ``frozen``, at the start of the current step. Callable from any thread.
 
         Args:
-            before: a step. Learning rates, schedules and the user's own state are then those from before the code that
-                the script runs ahead of this step, if they were copied (see :meth:`between`, :meth:`remember`).
+            before: number of a step; -1: none. If there are copies from before the script's code ahead of this step
+                (see :meth:`between`, :meth:`remember`), learning rates, schedules and the user's own state are taken
+                from them.
         """
 
     def state_size(self) -> int:
@@ -161,9 +161,8 @@ class StateAdapter(Protocol):
         The code that the script runs next, before ``step``, may change them.
 
         Args:
-            whole: copy also the user's objects that are too large to copy at each step (averages of weights), and
-                the part
-                of the model that a forward pass changes (buffers).
+            whole: copy also the user's objects that are too large to copy at each step (averages of weights), and the
+                part of the model that a forward pass changes (buffers).
         """
 
 
@@ -227,9 +226,8 @@ class GroupAdapter(Protocol):
     ) -> None:
         """Install hooks in the framework.
 
-        ``on_fault`` is called with the reason of the first broken collective. ``on_collective`` is called at the
-        start of each
-        collective, with the number of collectives so far and the name of the collective.
+        ``on_fault`` is called with the reason of the first broken collective. ``on_collective`` is called at the start
+        of each collective, with the number of collectives so far and the name of the collective.
         """
 
     def detach(self) -> None:

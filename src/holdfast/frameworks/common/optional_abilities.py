@@ -157,7 +157,11 @@ class Updates(Protocol):
         """
 
     def take(self, step: int) -> Update:
-        """Return the data of the update of ``step`` before it is made; valid until then. Raises: StateError."""
+        """Return the data of the update of ``step`` before the update is made. The data are valid until then.
+
+        Raises:
+            StateError: the data cannot be logged.
+        """
 
     def foretell(self, update: Update) -> None:
         """Make ``update`` on a copy of the state, without peers, before the real update. Raises: StateError."""
@@ -186,14 +190,14 @@ class Gradients(Protocol):
         """Wait for the device. Return the name of the first weight whose gradient holds inf or nan here; empty: none.
 
         Args:
-            optimizer: name of the optimizer that is about to step. Gradients of other optimizers may be checked
-                as well.
+            optimizer: name of the optimizer that is about to step. Gradients of other optimizers may be checked as
+                well.
         """
 
     def weights_alone(self) -> int | None:
         """Return a number that grows with each write to a weight; None if a weight has a gradient.
 
-        A weight with a gradient will be written by the update, so a count would say nothing.
+        The update will write a weight with a gradient, so the number could not show a write by the script.
         """
 
     def drop(self) -> None:
@@ -215,7 +219,7 @@ class ProvesBlocks(Protocol):
     def partial(self) -> bool:
         """True if this rank holds only a part of the model.
 
-        A block without peers then has other results than with them.
+        A block without peers then has other results than one with peers.
         """
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
@@ -233,14 +237,14 @@ class ProvesBlocks(Protocol):
     def found(self) -> Mapping[str, int]:
         """Return digests of the state at the start of a block, which a run without effect restores.
 
-        Keys name the state.
+        The keys name parts of the state in words.
         """
 
     def computed(self) -> Mapping[str, int]:
         """Return digests of the results of the block so far; empty: no results. Keys name the results in words."""
 
     def cause(self) -> str:
-        """Return words for a value that the suspected run used and the run before had made; empty: there is none."""
+        """Return a text that names a value which the first run had made and the suspected run used; empty: none."""
 
 
 class Finder(Protocol):
@@ -277,7 +281,7 @@ class ForeignBlocks(Protocol):
         """Return the batches that copy number ``copy`` draws from the same loader; None: they are not known."""
 
     def act_as(self, copy: int, step: int) -> None:
-        """Seed the block that begins as copy number ``copy`` would seed it at ``step``."""
+        """Seed the block that begins with the seeds that copy number ``copy`` uses at ``step``."""
 
     def gradients(self) -> int | None:
         """Return the 64-bit digest of the gradients of the block; None: the block has left no gradients."""

@@ -2,8 +2,8 @@
 
 Theory. Ranks that hold the same box of a tensor train copies of it. If each rank draws its own initial weights, the
 copies differ, and summed gradients preserve every difference. So before the first step each rank publishes the digest
-of each box that it holds. All ranks draw the same conclusion from the same numbers. If copies differ, each one is
-overwritten from the lowest rank that holds the box, if the script asks for it; otherwise all ranks raise an error.
+of each box that it holds. All ranks draw the same conclusion from the same numbers. If copies differ, all ranks raise
+an error. If the script asks for a broadcast, copies are instead overwritten from the lowest rank that holds the box.
 
 Invariants:
 1. All ranks raise the same error, or none does.

@@ -1,8 +1,8 @@
 """The division of a ``state_dict`` into tensors and plain values, and its inverse.
 
 Theory. A ``state_dict`` is a tree of containers with tensors and plain values at its leaves. :func:`split` visits each
-leaf once. It passes each tensor with its key path to the caller, and puts the value that the caller returns into the
-tree in its place. All other leaves must be values that the store can write exactly (``store/format/json_values.py``).
+leaf once. It passes each tensor with its key path to the caller, and replaces the tensor by the value that the caller
+returns. All other leaves must be values that the store can write exactly (``store/format/json_values.py``).
 Containers and numbers that the store does not know (sets, deques, numpy scalars) become a marked dictionary. Nothing is
 ever pickled: any other object is refused by name.
 """

@@ -222,7 +222,8 @@ class TcpGroup:
     def _take_callers(self, listener: socket.socket, meeting: _Meeting, deadline_s: float) -> None:
         """Accept connections until all higher ranks are connected.
 
-        The handshakes of several connections run at the same time. Raises: GroupError: time is up.
+        The handshakes of several connections run at the same time. Raises: GroupError: time is up, or the group is
+        poisoned.
         """
         callers: dict[int, _Caller] = {}
         strangers: ConnectionLimits[_Caller] = ConnectionLimits()

@@ -31,9 +31,8 @@ def joined_values(
     from all writers.
 
     Args:
-        names: names of the tensors of ``rank``; None: all. Writers without values for these tensors are left out.
-            The first
-            writer is the one with values for most of them, or ``rank`` itself if no writer has more.
+        names: names of the tensors of ``rank``; None: all. Writers without values for these tensors are left out. The
+            first writer is the one with values for most of them, or ``rank`` itself if no writer has more.
         rank: the rank for which the values are read; -1: no particular rank.
 
     Raises:
@@ -84,9 +83,8 @@ def is_sessions(values: Mapping[str, Plain]) -> bool:
 def weights(catalogue: Catalogue, values: Mapping[str, Plain]) -> list[str]:
     """Return the names of the model's parameters and persistent buffers, sorted.
 
-    If no session wrote the values, all tensor names are returned. Extra state of modules is left out, because one
-    entry may
-    consist of several tensors or none.
+    If no session wrote the values, all tensor names are returned. Extra state of modules is left out, because one entry
+    may consist of several tensors or none.
     """
     if not is_sessions(values):
         return [t.fqn for t in catalogue.tensors]

@@ -1,13 +1,12 @@
-"""The merging of MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one of whole tensors.
+"""The merging of MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one with whole tensors.
 
 Theory. The strategy says which part of a parameter each rank of a pipeline stage holds
 (``store/mindspore/strategy.py``, ``store/mindspore/slices.py``). When a tensor is written, it is joined from one holder
 of each part, so memory holds one tensor at a time. A whole tensor can be loaded into any layout. Everything is checked
 before the first byte is written: no part is missing; ranks and stages that hold copies hold the same bits; all files
-are of one step. A parameter that the strategy does not name (``global_step``) is whole on each rank.
-Without the training cell, the name shows whether a tensor belongs to the optimizer. Such a name is ``KIND.WEIGHT`` with
-a kind that MindSpore's optimizers use, or the name of one of their counters. The state of a user-defined optimizer
-keeps its name.
+are of one step. A parameter that the strategy does not name (``global_step``) is whole on each rank. Without the
+training cell, the name shows whether a tensor belongs to the optimizer. Such a name is ``KIND.WEIGHT`` with a kind that
+MindSpore's optimizers use, or the name of one of their counters. The state of a user-defined optimizer keeps its name.
 
 Invariants:
 1. The written tensors have the bits of the slices. Three cases are refused by name: a copy that differs, a part that is
@@ -123,8 +122,8 @@ def import_slices(
     Args:
         source: directory with ``rank_N/*.ckpt`` (or ``ckpt_N/*.ckpt``). If a rank has several files, the newest by its
             name (``PREFIX-EPOCH_STEP.ckpt``) is taken.
-        strategy: the strategy file, the merged file of all pipeline stages, or the directory with the files of
-            all ranks.
+        strategy: the strategy file, the merged file of all pipeline stages, or the directory with the files of all
+            ranks.
         step: number of updates done; None: the files' ``global_step``, or their ``step_num``.
         progress: called with the total size in bytes. The function that it returns is called with the size of each
             written part.
@@ -205,9 +204,8 @@ def _files(source: Path, strategy: Strategy, said_by: Path, note: Callable[[str]
     """Return the file of each rank, by rank.
 
     Raises:
-        UsageError: no directory with files of ranks, ranks that the strategy does not know, or several files of
-            one rank
-            with no newest one.
+        UsageError: no directory with files of ranks, ranks that the strategy does not know, or several files of one
+            rank with no newest one.
         CheckpointInvalid: the file names are of two steps.
     """
     if not source.is_dir():

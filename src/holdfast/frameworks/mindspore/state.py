@@ -284,7 +284,7 @@ class MindSporeState:
 
 @cache
 def processors() -> int:
-    """Return the number of processors that this process might use at the first call, which its first session makes."""
+    """Return the number of processors that this process was allowed to use when it made its first session."""
     return len(os.sched_getaffinity(0))
 
 

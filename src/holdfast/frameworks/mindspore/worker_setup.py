@@ -2,9 +2,8 @@
 
 A script that never calls ``mindspore.communication.init()`` does not use this setup: its gradients travel over
 Holdfast's own connections. In other scripts ``init()`` first waits for all ranks (and names a missing one). Then rank 0
-starts MindSpore's scheduler, a process of this worker's process group that ends with the worker. At last MindSpore's
-own
-``init`` runs.
+starts MindSpore's scheduler, a process of this worker's process group that ends with the worker. Finally MindSpore's
+own ``init`` runs.
 """
 
 from __future__ import annotations

@@ -116,10 +116,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         self._is_newcomer = is_newcomer()  # the other ranks have done the due work
 
     def run(self, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
-        """Run the epoch with ``original(**kwargs)`` unless it is finished.
-
-        Before that do the work that is still due.
-        """
+        """Run the epoch with ``original(**kwargs)`` unless it is finished. First do the work that is still due."""
         if kwargs["epoch"] < self._ended:
             return
         after, self._after = self._after, None

@@ -17,9 +17,8 @@ KEEPS_WEIGHTS = {"SyncRefModelCallback", "BEMACallback", "PEFTAdapterEMACallback
 def require_supported(trainer: object, methods: Iterable[str]) -> None:
     """Raise UnsupportedError for a Trainer that cannot be protected.
 
-    It is refused if it is of another class, lacks one of ``methods``, uses DeepSpeed, FSDP or an iterable dataset, or
-    keeps
-    tensors in itself or in a callback that a later step uses.
+    It is refused if it is of another class, lacks one of ``methods``, or uses DeepSpeed, FSDP or an iterable dataset.
+    It is also refused if it or a callback keeps tensors that a later step uses.
     """
     if not isinstance(trainer, transformers.Trainer):
         raise UnsupportedError(

@@ -32,9 +32,8 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         session: arguments of :func:`holdfast.session`, such as ``checkpoint``, ``resume``, ``seed``.
 
     Raises (from ``trainer.fit``):
-        UnsupportedError: manual optimization, several optimizers, averages of weights, or a strategy other than
-            DDP or one
-            device.
+        UnsupportedError: manual optimization, several optimizers, averages of weights, or a strategy other than DDP or
+            one device.
         UsageError: a second ``fit``.
     """
 
@@ -94,7 +93,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         self._passed = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record that the position has changed: callbacks have changed their state after the validation."""
+        """Record that the position has changed, because callbacks change their state at the end of an epoch."""
         self._passed = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -104,7 +103,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def _fit(self, run: Any) -> None:
         """Run all epochs, remove the patches and close the session.
 
-        Lightning's hooks do not do it if no epoch is left.
+        If no epoch is left, Lightning calls no hook that would close the session.
         """
         try:
             run()

@@ -1,4 +1,4 @@
-"""The driver of a job on Ray: it lets Ray place the nodes, makes their actors, and removes both at the end."""
+"""The driver of a job on Ray: it lets Ray place the nodes, makes their actors, and removes the actors at the end."""
 
 from __future__ import annotations
 

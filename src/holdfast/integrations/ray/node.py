@@ -213,7 +213,7 @@ class HoldfastNode:
         return said
 
     def clear(self) -> None:
-        """Remove the files of this call: the token, and the output, which was shown."""
+        """Remove the files of this call, such as the token and the launcher's output."""
         until_s = time.monotonic() + LOCK_S
         while self._place.kept:  # the launcher has ended, and its keeper ends
             if time.monotonic() > until_s:

@@ -4,7 +4,7 @@ Theory. The job needs no process outside its nodes: its agents have elected a co
 no agent can know that Ray has placed a lost actor again, and where. The supervisor sends that node the addresses of the
 other agents, and the node joins the job. The job ends when its launchers end.
 
-After a loss that the job could not bear (no majority, no node in time), its launchers save and end with code 75. The
+After a loss that the job cannot survive (no majority, no node in time), its launchers save and end with code 75. The
 driver did not request that end. So all launchers are started again as soon as there are enough nodes, and training
 continues at the saved step.
 
@@ -80,7 +80,7 @@ class Supervisor:
         order: the order to the nodes; the supervisor fills in its contacts.
         nodes: the nodes, one per actor, in the order of their numbers.
         num_nodes: number of nodes that hold ranks.
-        node_timeout_s: limit of a start, and of a time in which no node is left.
+        node_timeout_s: time limit for the start, and for a time without any node.
     """
 
     def __init__(
