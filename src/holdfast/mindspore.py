@@ -91,7 +91,8 @@ def session(
         options: the options of ``holdfast.session``.
 
     Raises (when the session is entered):
-        UnsupportedError: MindSpore version, parallel mode or training cell. The errors of ``holdfast.session``.
+        UnsupportedError: MindSpore version, parallel mode or training cell.
+        Other errors: see ``holdfast.session``.
     """
     configure_logging()
     settings = SessionSettings(**options)
@@ -161,8 +162,8 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
 
         Raises:
             UsageError: this method was called before.
-            CheckpointMismatch: with this number of ranks no batch begins at the position of the job in its data. The
-                errors of ``holdfast.session``.
+            CheckpointMismatch: with this number of ranks no batch begins at the position of the job in its data.
+            Other errors: see ``holdfast.session``.
         """
         if self._steps is not None:
             raise UsageError(
@@ -230,7 +231,9 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         run_context.original_args().cur_step_num = self.step
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
-        """Take the first step of an epoch, so that code of other callbacks from now on counts as code before its block.
+        """Take the first step of an epoch.
+
+        Code that other callbacks run from now on belongs to this step, before its block.
 
         If the training begins within an epoch, the callbacks ran this code in an earlier process.
         """
@@ -296,7 +299,7 @@ def train(
         options: options of :func:`session`.
 
     Raises:
-        The errors of :func:`session`.
+        Other errors: see :func:`session`.
         SystemExit: with code 75 after a graceful exit.
     """
     callback = Callback(model, exit_name=exit_name, exit_directory=exit_directory, **options)

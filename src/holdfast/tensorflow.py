@@ -49,7 +49,8 @@ def session(
         options: the options of ``holdfast.session``.
 
     Raises (when the session is entered):
-        UnsupportedError: TensorFlow's version or strategy. The errors of ``holdfast.session``.
+        UnsupportedError: TensorFlow's version or strategy.
+        Other errors: see ``holdfast.session``.
     """
     configure_logging()
     settings = SessionSettings(**options)
@@ -86,7 +87,9 @@ class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self.epoch_steps = 0  # steps of an epoch; 0: the number in Keras' own parameters
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Take the first step of an epoch, so that code of other callbacks from now on counts as code before its block.
+        """Take the first step of an epoch.
+
+        Code that other callbacks run from now on belongs to this step, before its block.
 
         If the training begins within an epoch, the callbacks ran this code in an earlier process.
         """

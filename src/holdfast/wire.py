@@ -223,7 +223,7 @@ class FrameReader:
         """Return the payload of the next complete frame; None: no frame is complete.
 
         Raises:
-            ProtocolError: the peer announces more than the limit.
+            ProtocolError: the peer announces a payload that is longer than the limit.
         """
         if len(self._buffer) < PREFIX_SIZE_BYTES:
             return None

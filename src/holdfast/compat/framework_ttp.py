@@ -109,9 +109,9 @@ _state = _State()
 
 
 def sharers() -> tuple[int, frozenset[int]]:
-    """Return this rank and the set of ranks that hold the same state; (-1, empty set) if this is not known.
+    """Return this rank and the set of ranks that hold the same state.
 
-    It is known when the rank has a processor and belongs to exactly one group.
+    The result is (-1, empty set) if this rank has no processor, or does not belong to exactly one group.
     """
     if _state.processor is None or len(_state.groups) != 1:
         return -1, frozenset()

@@ -35,7 +35,7 @@ Arguments = tuple[int, Any, Any, Any]
 
 
 def refuse_parts(args: Arguments) -> None:
-    """Refuse a state that :func:`ttp_save_checkpoint` cannot save, when the script first gives it.
+    """Refuse a state that :func:`ttp_save_checkpoint` cannot save, as soon as the script gives it.
 
     Raises:
         UnsupportedError: an optimizer that keeps a part of the state on each rank, or several model chunks.

@@ -162,7 +162,10 @@ class Drill:
             ) from error
 
     def plan(self, specs: Sequence[FaultSpec]) -> list[InjectedFault]:
-        """Return the faults to inject. Without ``--fault`` it is the kill of a random rank at a random step."""
+        """Return the faults to inject.
+
+        Without ``--fault`` the only fault is the kill of a random rank at a random step.
+        """
         steps = self.undisturbed().step
         if not specs:
             step = random.Random(self.seed).randrange(steps // 4, max(steps // 4 + 1, steps * 3 // 4))

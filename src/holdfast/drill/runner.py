@@ -134,7 +134,7 @@ class Runner:
         return subprocess.Popen([*module, str(directory), str(plan), str(out)], stdin=subprocess.DEVNULL)
 
     def _watch(self, directory: Path, launcher: subprocess.Popen[bytes]) -> bool:
-        """Wait until the launcher ends. Return False if the run stopped making progress before."""
+        """Wait until the launcher ends. Return False if the run stopped making progress before that."""
         run = ObservedRun(directory)
         seen: tuple[int, ...] = ()
         step, moved_s = 0, time.monotonic()

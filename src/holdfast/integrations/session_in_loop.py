@@ -32,8 +32,8 @@ class Replay:
             resume.
         own: plain values of this rank alone that were committed with that position; None: they are not known.
         drawn: the batches of this rank, compared with the batches that the process before it drew.
-        may_differ: True: the session does not warn when the position differs between ranks, because it has metrics
-            and times.
+        may_differ: True: the position may differ between ranks (metrics of their own data, times), so the session
+            does not warn.
         shows_committed_steps: the result of ``state_dict`` changes only when a step commits, so no step copies it.
     """
 

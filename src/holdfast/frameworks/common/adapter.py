@@ -131,9 +131,9 @@ class StateAdapter(Protocol):
         """Return the state now, or, if ``frozen``, at the start of the current step. Callable from any thread.
 
         Args:
-            before: number of a step; -1: none. If there are copies from before the script's code ahead of this step
-                (see :meth:`between`, :meth:`remember`), learning rates, schedules and the user's own state are taken
-                from them.
+            before: number of a step; -1: none. The script's code before this step may have changed learning rates,
+                schedules and the user's own state. These are taken from copies made before that code, if there are
+                copies (see :meth:`between`, :meth:`remember`).
         """
 
     def state_size(self) -> int:

@@ -151,7 +151,7 @@ class Updates(Protocol):
         """Stop recording until the next :meth:`settle`, to save its time at each update."""
 
     def undisturbed(self) -> bool:
-        """Return whether no write to weights or optimizer state except by updates was seen since :meth:`settle`.
+        """Return True if only updates were seen to write weights or optimizer state since :meth:`settle`.
 
         Callable from any thread.
         """
@@ -281,7 +281,7 @@ class ForeignBlocks(Protocol):
         """Return the batches that copy number ``copy`` draws from the same loader; None: they are not known."""
 
     def act_as(self, copy: int, step: int) -> None:
-        """Seed the block that begins with the seeds that copy number ``copy`` uses at ``step``."""
+        """Seed the next block as a block of copy number ``copy`` would be seeded at ``step``."""
 
     def gradients(self) -> int | None:
         """Return the 64-bit digest of the gradients of the block; None: the block has left no gradients."""

@@ -195,7 +195,7 @@ class TcpGroupAdapter(Generic[Kept]):
     def poison(self, reason: str) -> None:
         """Break every sum in progress.
 
-        A hang in a collective of the framework itself is not broken: it ends only when the process is killed.
+        A hang in a collective of the framework itself continues. Only a kill of the process ends it.
         """
         if self._mesh is not None:
             self._mesh.poison(reason)

@@ -386,11 +386,11 @@ def parallel_mode() -> str:
 
 
 def place() -> tuple[int, int]:
-    """Return rank and world size, from MindSpore's group or the launcher's variables. End msrun's scheduler process.
+    """Return rank and world size, from MindSpore's group or the launcher's variables.
 
     Raises:
         UsageError: the variables are incomplete, or contradict each other or the group.
-        SystemExit: this process is msrun's scheduler, which does not train.
+        SystemExit: this process is msrun's scheduler, which does not train and so must end.
     """
     if GlobalComm.INITED:
         return place_here((int(get_rank()), int(get_group_size())))

@@ -46,7 +46,7 @@ def drive(plan: JobPlan) -> dict[int, Any]:
     """Run the job to its end. Return the values that the ranks returned, by rank.
 
     Raises:
-        The errors of :func:`holdfast.integrations.ray.run`.
+        Errors: see :func:`holdfast.integrations.ray.run`.
     """
     if not ray.is_initialized():
         ray.init()
