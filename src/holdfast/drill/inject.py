@@ -201,7 +201,7 @@ class FaultInjector:
                     time.sleep(SETTLE_S)
                     if watched.state() == (step, Phase.VOTE) and page.state() > (step, Phase.VOTE):
                         struck = self._hit("kill", victims)
-                        time.sleep(DELAY_S)  # longer than a fence takes, which so finds slow in its vote
+                        time.sleep(DELAY_S)  # a fence takes less time, and finds this rank in its vote
                         return struck
                 finally:
                     os.kill(slow.pid, signal.SIGCONT)

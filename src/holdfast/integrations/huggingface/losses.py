@@ -64,7 +64,7 @@ class ReportedLosses:
             total += loss if usable else total / steps
 
     def reported(self) -> dict[str, Any]:
-        """Return the loss values of a position that are equal on all ranks: the total loss and the steps of log lines."""
+        """Return the loss values of a position that are equal on all ranks: total loss and steps of log lines."""
         return {name: getattr(self._trainer, name) for name in SAME_ON_ALL_RANKS}
 
     def own(self) -> dict[str, Any]:
