@@ -1,4 +1,4 @@
-"""Errors that Holdfast raises on purpose.
+"""The errors that Holdfast raises on purpose.
 
 Tree::
 
@@ -19,7 +19,7 @@ Tree::
     │   ├── PeerLost                a collective outside a step lost its peer
     │   ├── GroupError              a process group could not be built
     │   ├── JobError                a job that this process has started ended with another code than 0 (``code``)
-    │   │   └── JobSaved            with 75: a checkpoint is saved, and the same call continues
+    │   │   └── JobSaved            such a job ended with 75: a checkpoint is saved, and the same call continues
     │   └── NotMet                  the nodes of the job did not meet in time
     ├── ProtocolError               a frame or message that breaks the protocol
     │   └── AuthError               the token handshake failed
@@ -32,8 +32,8 @@ Tree::
     │   └── StoreWriteError         the store could not be written (full, read-only, not a directory)
     └── InternalError               an invariant of Holdfast is broken: please report it
 
-Every message says what was wrong, where, and what to do next. ``hint`` holds the next command or change; the command
-line prints it on a line of its own, after the log path.
+Every message says what was wrong and where. The attribute ``hint`` has the next command or change; the command line
+prints it on its own line, after the log path.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import errno
 from collections.abc import Iterator
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Numbers of an ``OSError`` for a full disk or quota."""
+"""Values of ``OSError.errno`` for a full disk or quota."""
 HINTS_OF_THE_MACHINE = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM),
@@ -56,11 +56,11 @@ HINTS_OF_THE_MACHINE = {
         (errno.EROFS, errno.EIO, errno.ESTALE), "see what is mounted there, and whether it answers"
     ),
 }
-"""Hints by number of an ``OSError`` whose cause is the machine or its settings, and no defect of a program."""
+"""Hints by ``OSError.errno``, for errors whose cause is the machine or its settings, not a defect of a program."""
 
 
 class HoldfastError(Exception):
-    """Base of every error raised by Holdfast.
+    """The base of all errors that Holdfast raises.
 
     Args:
         message: what was wrong and where, one or a few lines.
@@ -78,7 +78,7 @@ class HoldfastError(Exception):
 
 @contextlib.contextmanager
 def hinted(kind: type[HoldfastError], hint: str) -> Iterator[None]:
-    """Set ``hint`` on errors of this kind that leave the block without a hint."""
+    """Set ``hint`` on each error of class ``kind`` that leaves the ``with`` body without a hint."""
     try:
         yield
     except kind as error:
@@ -91,67 +91,76 @@ class UserError(HoldfastError):
 
 
 class UsageError(UserError):
-    """A flag or argument that cannot work."""
+    """The error for a flag or argument that cannot work."""
 
 
 class ScriptError(UserError):
-    """The training script is missing or cannot be started."""
+    """The error for a training script that is missing or cannot be started."""
 
 
 class FrameworkError(ScriptError, ImportError):
-    """An installed framework cannot be loaded. It is also an ImportError, so that a script may catch it as such."""
+    """The error for an installed framework that cannot be loaded.
+
+    It is also an ImportError, so a script can catch it with ``except ImportError``.
+    """
 
 
 class DataError(UserError):
-    """A loader gives another batch at the same place than it gave before."""
+    """The error for a loader that gives a different batch than before at the same position."""
 
 
 class StateError(UserError):
-    """An object in the training state cannot be saved or restored."""
+    """The error for an object in the training state that cannot be saved or restored."""
 
 
 class NonFiniteError(UserError):
-    """Gradients hold inf or nan, with ``session(nonfinite="stop")``."""
+    """The error for gradients that hold inf or nan, with ``session(nonfinite="stop")``."""
 
 
 class StepError(UserError):
-    """The step protocol was misused."""
+    """The error for a misuse of the step protocol, such as two updates without a name."""
 
 
 class ImpureBlockError(StepError):
-    """A block computes another result when it runs again on the same state and batch, so no fault could be repaired."""
+    """The error for a block that computes another result when it runs again on the same state and batch.
+
+    Recovery runs a block again, so no fault in such a block could be repaired.
+    """
 
 
 class EmptyLoaderError(UserError):
-    """The loader yields no batch."""
+    """The error for a loader that yields no batch."""
 
 
 class UnsupportedError(UserError):
-    """A feature, optimizer or version is refused by name, with the reason."""
+    """The error for a feature, optimizer or version that is refused by name, with the reason."""
 
 
 class FaultError(HoldfastError):
-    """The job was disturbed."""
+    """The base of errors for faults that disturb the job."""
 
 
 class ComputeError(FaultError):
-    """This rank computes another result than other ranks from the same numbers; its device may be defective."""
+    """The error for a rank that computes another result than other ranks from the same numbers.
+
+    The device of this rank may be defective.
+    """
 
 
 class PeerLost(FaultError):
-    """A collective outside a step lost its peer."""
+    """The error of a collective that lost a peer outside of a step."""
 
 
 class GroupError(FaultError):
-    """A process group could not be built."""
+    """The error for a process group that could not be built."""
 
 
 class JobError(FaultError):
-    """A job that this process has started on a cluster ended without success.
+    """The error for a job that this process has started on a cluster and that ended without success.
 
     Args:
         message: the end of the job, in words.
-        code: its exit code (``docs/exit-codes.md``); minus the signal's number if a signal has killed its launchers.
+        code: exit code of the job (``docs/exit-codes.md``); -N if signal N has killed its launchers.
         hint: what to do next.
     """
 
@@ -161,48 +170,48 @@ class JobError(FaultError):
 
 
 class JobSaved(JobError):
-    """The job has saved a checkpoint and left (code 75): the same call continues at the next step."""
+    """The error for a job that has saved a checkpoint and left (code 75). The same call continues at the next step."""
 
 
 class NotMet(FaultError):
-    """The nodes of the job did not meet in time: nothing was started."""
+    """The error for nodes of a job that did not meet in time, so that nothing was started."""
 
 
 class ProtocolError(HoldfastError):
-    """A frame or message breaks the protocol."""
+    """The error for a frame or message that breaks the protocol."""
 
 
 class AuthError(ProtocolError):
-    """The token handshake failed."""
+    """The error for a failed token handshake."""
 
 
 class StoreError(HoldfastError):
-    """Something is wrong with checkpoint files."""
+    """The base of errors about checkpoint files and their store."""
 
 
 class CheckpointInvalid(StoreError):
-    """Checkpoint files are torn, flipped, incomplete or foreign."""
+    """The error for checkpoint files that are torn, flipped, incomplete or foreign."""
 
 
 class CheckpointMismatch(StoreError):
-    """Valid checkpoint files belong to another model."""
+    """The error for valid checkpoint files of another model."""
 
 
 class NothingToResume(StoreError):
-    """A checkpoint was asked for, and none is valid."""
+    """The error when a checkpoint is requested and none is valid."""
 
 
 class StoreUnreachable(StoreError):
-    """The store could not be asked, so nothing is known about its files."""
+    """The error for a store that could not be asked, so that nothing is known about its files."""
 
 
 class StoreDenied(StoreUnreachable):
-    """This process may not read these files, so nothing is known about them."""
+    """The error for files that this process may not read, so that nothing is known about them."""
 
 
 class StoreWriteError(StoreError):
-    """The store could not be written."""
+    """The error for a store that could not be written."""
 
 
 class InternalError(HoldfastError):
-    """An invariant of Holdfast is broken."""
+    """The error for a broken invariant of Holdfast."""

@@ -5,12 +5,12 @@ One JSON object per line:
     ``{"v":1,"seq":12,"t_wall":...,"t_mono":...,"who":"controller","kind":"fenced","data":{...},"crc":"<16 hex>"}``
 
 ``t_wall`` is Unix time, ``t_mono`` CLOCK_MONOTONIC of this machine, both in seconds. ``crc`` is xxh3-64 of the bytes of
-the line before ``,"crc"``. Several processes append (under a file lock), so ``seq`` is read from the file, not from
-memory. An append first cuts off the incomplete line of a writer that died.
+the line before ``,"crc"``. Several processes append (under a file lock), so an append reads the last ``seq`` from the
+file. It first cuts off the incomplete line of a writer that died.
 
-Room. A decision is logged before it is executed, so a run whose log has no disk space can neither recover nor end. A
-daemon therefore reserves blocks after the end of its log file (``fallocate``), which the prints of a script cannot
-take. If the file system cannot do that, or the blocks are used up, an append waits for free space.
+Disk space. A decision is logged before it is executed, so a run whose log has no disk space can neither recover nor
+end. A daemon therefore reserves blocks after the end of its log file (``fallocate``), which no other file can use. If
+the file system cannot reserve blocks, or they are used up, an append waits for free space.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEMA_VERSION = 1
 LINE_SIZE_BYTES_MAX = 1024 * 1024
 ROOM_WAIT_S = 120.0  # limit of a daemon's wait for disk space
 ROOM_LOOK_S = 0.2
-# Reserved after the end of a daemon's log; at least half of it is left when the disk becomes full.
+# Size of the reserved blocks after the end of a daemon's log. When the disk becomes full, at least half is left.
 ROOM_KEPT_BYTES = 256 * 1024
 _CRC_FIELD = b',"crc":"'
 _CRC_SIZE_BYTES = len(_CRC_FIELD) + 16 + len(b'"}')
@@ -57,9 +57,9 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class LogReading(msgspec.Struct, frozen=True):
-    """The content of a log up to its last complete line; a line after it is incomplete, or is being written.
+    """The events of a log up to its last complete line. A line after it is incomplete, or is being written.
 
-    ``damaged`` are the numbers (from 1) of complete lines whose checksum or form is wrong; they are left out of
+    ``damaged`` has the numbers (from 1) of complete lines whose checksum or form is wrong. They are left out of
     ``events``.
     """
 
@@ -68,16 +68,16 @@ class LogReading(msgspec.Struct, frozen=True):
 
 
 def encode_line(event: Event) -> bytes:
-    """Return an event as a line, with checksum and line end."""
+    """Return an event as a line of the log, with checksum and line end."""
     body = msgspec.json.encode(event)[:-1]
     return body + _CRC_FIELD + f"{xxhash.xxh3_64_intdigest(body):016x}".encode() + b'"}\n'
 
 
 def decode_line(line: bytes) -> Event:
-    """Return the event of a line (without the line end), the inverse of :func:`encode_line`.
+    """Return the event of a line (without the line end); the inverse of :func:`encode_line`.
 
     Raises:
-        ProtocolError: the checksum is wrong, or it is no event of this schema.
+        ProtocolError: the checksum is wrong, or the line is no event of this schema.
     """
     body, tail = line[:-_CRC_SIZE_BYTES], line[-_CRC_SIZE_BYTES:]
     if tail != _CRC_FIELD + f"{xxhash.xxh3_64_intdigest(body):016x}".encode() + b'"}':
@@ -92,16 +92,16 @@ def decode_line(line: bytes) -> Event:
 
 
 def read(path: Path) -> LogReading:
-    """Return all events up to the last complete line; an absent file is an empty log."""
+    """Return all events of the log up to its last complete line. A missing file is an empty log."""
     follower = Follower(path)
     return LogReading(list(follower.poll()), follower.damaged)
 
 
 class Follower:
-    """A reader of a growing log.
+    """A reader of a log that grows.
 
     Args:
-        path: the log; it may not exist yet.
+        path: the log; the file may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +111,7 @@ class Follower:
         self._line = 0
 
     def skip_to(self, offset: int) -> None:
-        """Continue at the line that begins at this offset."""
+        """Continue at the line that begins at the byte offset ``offset``."""
         self._offset = offset
 
     def poll(self) -> Iterator[Event]:
@@ -130,14 +130,17 @@ class Follower:
 
 
 def read_since(path: Path, kind: str) -> Iterator[Event]:
-    """Yield the events from the newest one of this kind; all events if there is none. The log may be much longer."""
+    """Yield the events from the newest event of kind ``kind`` on; all events if there is none.
+
+    Earlier lines are not decoded, so the log may be long.
+    """
     follower = Follower(path)
     follower.skip_to(_last_of(path, kind))
     return follower.poll()
 
 
 def _last_of(path: Path, kind: str) -> int:
-    """Return the offset of the newest valid line of this kind; 0 if there is none."""
+    """Return the byte offset of the newest valid line with an event of this kind; 0 if there is none."""
     needle = b'"kind":' + msgspec.json.encode(kind)
     try:
         file = path.open("rb")
@@ -157,7 +160,7 @@ def _last_of(path: Path, kind: str) -> int:
 
 
 def _last_sound(lines: bytes, needle: bytes) -> int:
-    """Return the offset of the last valid line with ``needle``; -1: there is none."""
+    """Return the byte offset of the last valid line that contains ``needle``; -1: there is none."""
     at = len(lines)
     while (at := lines.rfind(needle, 0, at)) >= 0:
         first, last = lines.rfind(b"\n", 0, at) + 1, lines.find(b"\n", at)
@@ -169,7 +172,10 @@ def _last_sound(lines: bytes, needle: bytes) -> int:
 
 
 def _whole_line(file: BinaryIO) -> bytes:
-    """Return the next line; empty if it is not complete, a line end alone if it is longer than any event."""
+    """Return the next line, or empty bytes if it is not complete.
+
+    For a line that is longer than any event return only a line end.
+    """
     piece = file.readline(LINE_SIZE_BYTES_MAX)
     too_long = False
     while len(piece) == LINE_SIZE_BYTES_MAX and not piece.endswith(b"\n"):
@@ -190,12 +196,12 @@ class EventSink(Protocol):
     """The interface to which events are appended."""
 
     def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> object:
-        """Append one event; with ``durable``, return after it is on the disk."""
+        """Append one event. If ``durable``, return after the event is on the disk."""
         ...
 
 
 class EventLog:
-    """A log to which events are appended, made by :meth:`open`.
+    """An event log to which events are appended, made by :meth:`open`.
 
     Several processes may append at the same time, each in one thread.
     """
@@ -213,12 +219,12 @@ class EventLog:
 
     @classmethod
     def open(cls, path: Path, who: str, *, room_wait_s: float = 0.0) -> Self:
-        """Open or make the log (0600).
+        """Open or make the log at ``path`` (mode 0600). ``who`` names this process in its events.
 
         Args:
-            room_wait_s: above 0 for a daemon: blocks are reserved for its lines. If they are used up, an append waits
-                this long for free space, and so does the act that it logs. A daemon that ended instead would lose its
-                state.
+            room_wait_s: above 0 for a daemon, for whose lines blocks are reserved. If they are used up, an append waits
+                this many seconds for free space, and so does the action that the event announces. A daemon that ended
+                instead would lose its state.
 
         Raises:
             OSError: the log cannot be written.
@@ -231,16 +237,18 @@ class EventLog:
         os.close(self._fd)
 
     def give_back_room(self) -> None:
-        """Free the reserved blocks after the last line of a run."""
+        """Free the reserved blocks after the last line. A daemon calls this at the end of a run."""
         _allocate(self._fd, _KEEP_SIZE | _PUNCH_HOLE, os.fstat(self._fd).st_size, 2 * ROOM_KEPT_BYTES)
 
     def append(
         self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
     ) -> Event:
-        """Append one event; with ``durable``, return after it is on the disk. ``said``: its time, None for now.
+        """Append one event.
+
+        If ``durable``, return after the event is on the disk. ``said``: the event's time; None: now.
 
         Raises:
-            OSError: the disk is full (for ``room_wait_s``) or gone; no incomplete line stays.
+            OSError: the disk is full (for ``room_wait_s`` seconds) or gone. The log then has no incomplete line.
             ProtocolError: the event is longer than ``LINE_SIZE_BYTES_MAX``.
         """
         until_s = time.monotonic() + self.room_wait_s
@@ -283,7 +291,7 @@ class EventLog:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _keep_room(self, end: int) -> None:
-        """Reserve blocks after ``end``; on a full disk keep the reserved ones."""
+        """Reserve blocks after the byte offset ``end``. On a full disk the earlier reservation stays."""
         if _allocate(self._fd, _KEEP_SIZE, end, ROOM_KEPT_BYTES):
             self._kept_end = end + ROOM_KEPT_BYTES
 
@@ -305,7 +313,7 @@ class EventLog:
         self._kept_end = 0  # this also frees the reserved blocks
 
     def _catch_up(self) -> None:
-        """Read what other processes appended: the last number. Cut off an incomplete last line."""
+        """Read the last ``seq`` that other processes have appended, and cut off an incomplete last line."""
         size_bytes = os.fstat(self._fd).st_size
         if size_bytes == self._end:
             return
@@ -324,7 +332,7 @@ class EventLog:
 
 
 def _allocate(fd: int, mode: int, start: int, size_bytes: int) -> bool:
-    """Reserve or free blocks of a file. Return False if the file system cannot, or has none left."""
+    """Reserve or free blocks of a file. Return False if the file system cannot do it, or has no free blocks."""
     failed = ctypes.CDLL(None).fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(size_bytes))
     return not failed
 

@@ -1,4 +1,4 @@
-"""Exit codes of ``holdfast run`` and of its workers, one per cause.
+"""The exit codes of ``holdfast run`` and of its workers, one per cause.
 
 The table is the documented contract (README, ``docs/exit-codes.md``); tests compare the document with this file.
 """
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit code per cause."""
+    """The exit code of each cause."""
 
     OK = 0  # the job ran to its end
     FAILED = 1  # the training script failed (same exception at the same step twice, or at import)
@@ -23,7 +23,7 @@ class Exit(IntEnum):
     ORPHANED = 77  # a worker lost launcher and agent, sealed what it could and left
     RESTART = 78  # worker only: it leaves to be restarted; no command ends with this code
     INTERRUPTED = 130  # stopped at once by the user (second Ctrl-C)
-    PIPE = 141  # the reader of the output has gone: 128 + SIGPIPE, as for any program that this signal ends
+    PIPE = 141  # the reader of the output has ended: 128 + SIGPIPE, as for any program that this signal ends
 
 
 MEANING: dict[Exit, str] = {

@@ -1,8 +1,8 @@
 """Encryption of one direction of a connection, without I/O: AES-256-GCM of the ``cryptography`` package.
 
 Theory. The key of a direction belongs to one connection (``sealing.py``). The nonce is the number of the frame or
-batch, which both ends count. No nonce is therefore used twice with a key, and a frame is valid only at its place. GCM's
-tag authenticates in place of HMAC. A batch is encrypted as a stream, and its one tag follows it.
+batch, which both ends count. So no nonce is used twice with a key, and a frame is valid only at its position. GCM's tag
+authenticates in place of HMAC. A batch (raw bytes after a frame) is encrypted as a stream, and one tag follows it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 PACKAGE = "cryptography"
-MAJOR_MIN = 44  # older ones cannot decrypt in place
+MAJOR_MIN = 44  # older versions cannot decrypt in place
 PRELOADS = ("cryptography.exceptions", "cryptography.hazmat.primitives.ciphers.aead")
 """Modules that the first encrypted frame imports."""
 INSTALL = "pip install 'holdfast[encrypt]'"
@@ -27,7 +27,7 @@ _COUNT_SIZE_BYTES = 8
 
 
 def missing() -> str:
-    """Return the reason why this interpreter cannot encrypt, or an empty string."""
+    """Return the reason why this interpreter cannot encrypt; empty: it can."""
     needed = f"encryption needs the package {PACKAGE}, version {MAJOR_MIN} or newer, and"
     if importlib.util.find_spec(PACKAGE) is None:
         return f"{needed} it is not installed"
@@ -38,16 +38,17 @@ def missing() -> str:
 
 
 def require_encryption() -> None:
-    """Check that the package ``cryptography`` is installed. Raises: UsageError: it is missing."""
+    """Check that the package ``cryptography`` is installed. Raises: UsageError: it is missing or too old."""
     if why := missing():
         raise UsageError(why, hint=INSTALL)
 
 
 def direction(key: bytes, *, encrypts: bool) -> DirectionSeal:
-    """Return the seal of one direction.
+    """Return the seal of one direction of a connection.
 
     Args:
         key: key of this direction, ``KEY_SIZE_BYTES`` bytes.
+        encrypts: True for a seal that also encrypts, False for one that only authenticates.
     """
     return EncryptedFrames(key) if encrypts else FrameSeal(key)
 
@@ -67,11 +68,11 @@ class EncryptedFrames:
         self._count = 0
 
     def sealed(self, payload: bytes) -> bytes:
-        """Implement ``DirectionSeal.sealed``."""
+        """Return the next frame, encrypted and with its tag."""
         return self._frames.encrypt(self._nonce(_FRAME), payload, None)
 
     def unsealed(self, data: bytes) -> bytes:
-        """Implement ``DirectionSeal.unsealed``."""
+        """Return the decrypted payload of the next frame. Raises: ProtocolError: the other end did not send it."""
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -80,11 +81,11 @@ class EncryptedFrames:
             raise ProtocolError(NOT_SENT) from None
 
     def seal_batch(self, *, local: bool) -> EncryptedBatch:
-        """Implement ``DirectionSeal.seal_batch``. ``local`` has no effect."""
+        """Return the object that encrypts the next batch. ``local`` has no effect."""
         return EncryptedBatch(self._cipher().encryptor())
 
     def open_batch(self, *, local: bool) -> DecryptedBatch:
-        """Implement ``DirectionSeal.open_batch``. ``local`` has no effect."""
+        """Return the object that decrypts the next batch. ``local`` has no effect."""
         return DecryptedBatch(self._cipher().decryptor())
 
     def _cipher(self) -> Cipher[GCM]:
@@ -101,33 +102,33 @@ class EncryptedFrames:
 
 
 class EncryptedBatch:
-    """A ``SealedBatch`` that encrypts."""
+    """A ``SealedBatch`` that encrypts the bytes."""
 
     def __init__(self, stream: AEADEncryptionContext) -> None:
         self._stream = stream
 
     def seal(self, part: memoryview) -> bytes:
-        """Implement ``SealedBatch.seal``."""
+        """Return the next bytes of the batch, encrypted."""
         return self._stream.update(part)
 
     def tag(self) -> bytes:
-        """Implement ``SealedBatch.tag``."""
+        """Return the tag of the whole batch. Call this method after the last bytes."""
         self._stream.finalize()
         return self._stream.tag
 
 
 class DecryptedBatch:
-    """An ``OpenedBatch`` that decrypts."""
+    """An ``OpenedBatch`` that decrypts the bytes."""
 
     def __init__(self, stream: AEADDecryptionContext) -> None:
         self._stream = stream
 
     def open(self, part: memoryview) -> None:
-        """Implement ``OpenedBatch.open``: decrypt ``part`` in place."""
+        """Decrypt the next bytes of the batch in place."""
         self._stream.update_into(part, part)
 
     def fits(self, tag: bytes) -> bool:
-        """Implement ``OpenedBatch.fits``."""
+        """Return True if ``tag`` proves that the other end sent this batch. Call this method after the last bytes."""
         from cryptography.exceptions import InvalidTag
 
         try:

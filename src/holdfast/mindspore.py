@@ -1,10 +1,10 @@
-"""MindSpore: ``train`` instead of ``model.train``, or a callback for it, or a session for a loop of your own.
+"""The interface for MindSpore: ``train`` instead of ``model.train``, a callback for it, or a session for your own loop.
 
     import holdfast.mindspore
     holdfast.mindspore.train(model, 5, dataset, callbacks=[...], checkpoint="ckpts/")
 
 Each step votes before its update, inside the compiled graph. A lost worker costs no committed step, and the next start
-continues at the next step without any change. See docs/mindspore.md.
+of the unchanged script continues at the next step. See docs/mindspore.md.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint
 def guard(optimizer: Any) -> Any:
     """Return the optimizer with a vote before its update, for a training cell without ``grad_reducer``.
 
-    Like ``nn.OptTFTWrapper``; ``nn.TrainOneStepCell`` and ``Model`` do not need it.
+    It is used like ``nn.OptTFTWrapper``. ``nn.TrainOneStepCell`` and ``Model`` do not need it.
     """
     return _Guarded(optimizer)
 
 
 class _Guarded(nn.Optimizer):  # type: ignore[misc]
-    """An optimizer that passes its gradients through a gate first."""
+    """An optimizer that passes its gradients through a gate before its update."""
 
     def __init__(self, optimizer: Any) -> None:
         if not isinstance(optimizer, nn.Optimizer):
@@ -83,15 +83,16 @@ def session(
     """Return a session: ``for step in s.steps(dataset, until=N): with step as batch: cell(*batch)``.
 
     Args:
-        cell: the training cell, not called before: network, ``optimizer``, and ``grad_reducer`` or a guarded optimizer.
+        cell: the training cell, not called before. It has the network, ``optimizer``, and ``grad_reducer`` or a guarded
+            optimizer.
         state: the user's own state, by name: plain values, NumPy arrays, MindSpore parameters and tensors, containers
             of these, and objects with ``state_dict`` and ``load_state_dict``. Restored in place where possible.
-        slices: this rank's parts of parameters that ranks share, by parameter name.
-        options: as ``holdfast.session``.
+        slices: this rank's slices of the parameters that are divided among ranks, by parameter name.
+        options: the options of ``holdfast.session``.
 
-    Raises (when it is entered):
-        UnsupportedError: MindSpore version, device, parallel mode or training cell.
-        As ``holdfast.session`` otherwise.
+    Raises (when the session is entered):
+        UnsupportedError: MindSpore version, parallel mode or training cell.
+        Other errors: see ``holdfast.session``.
     """
     configure_logging()
     settings = SessionSettings(**options)
@@ -105,7 +106,10 @@ def session(
 
 
 class _Batches:
-    """The iterator of ``Model.train``: it ends with each epoch, and then continues with the next one."""
+    """The iterator of batches for ``Model.train``.
+
+    It ends at the end of each epoch; the next call begins the next epoch.
+    """
 
     def __init__(self, draw: Callable[[], Any]) -> None:
         self._draw = draw
@@ -150,16 +154,16 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
 
     @property
     def step(self) -> int:
-        """Number of updates done."""
+        """The number of updates that the job has made."""
         return self._session.step
 
     def resume(self, dataset: Any) -> int:
-        """Load the newest valid checkpoint, let ``dataset`` begin at its step, and return its epoch.
+        """Load the newest valid checkpoint, move ``dataset`` to its step, and return the epoch of that step.
 
         Raises:
-            UsageError: called twice.
-            As ``holdfast.session``.
+            UsageError: this method was called before.
             CheckpointMismatch: with this number of ranks no batch begins at the position of the job in its data.
+            Other errors: see ``holdfast.session``.
         """
         if self._steps is not None:
             raise UsageError(
@@ -179,8 +183,10 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         return begin["epoch"]
 
     def _next_batch(self) -> Any:
-        """Return the batch of the next step. Raises: StopIteration: an epoch has ended; the next call begins
-        another.
+        """Return the batch of the next step.
+
+        Raises:
+            StopIteration: an epoch has ended; the next call begins the next epoch.
         """
         assert self._steps is not None
         if self._ended:
@@ -191,7 +197,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         return self._given.batch
 
     def close(self) -> None:
-        """End the session of a training that has nothing left to do."""
+        """Close the session of a training that has no step left to do."""
         self._release()
         self._session.__exit__(None, None, None)
 
@@ -211,7 +217,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
             self._session.__exit__(kind, error, trace)
 
     def _release(self) -> None:
-        """Restore the dataset's own iterator."""
+        """Restore the iterator method of the dataset."""
         if self._dataset is not None:
             self._dataset.__dict__.pop("create_tuple_iterator", None)
 
@@ -225,9 +231,11 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         run_context.original_args().cur_step_num = self.step
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
-        """Take the first step of an epoch: other callbacks run their code before its block now.
+        """Take the first step of an epoch.
 
-        Within an epoch they have run it already.
+        Code that other callbacks run from now on belongs to this step, before its block.
+
+        If the training begins within an epoch, the callbacks ran this code in an earlier process.
         """
         assert self._steps is not None
         if not self._within:
@@ -235,7 +243,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._within = False
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        """Open the step. Raises: UsageError: its batch is of another dataset."""
+        """Open the step. Raises: UsageError: the training draws batches from another dataset than ``resume`` got."""
         step, self._given = self._given, None
         if step is None:
             raise UsageError(
@@ -247,7 +255,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._step = step
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Commit the step; stop the training when all ranks have agreed to leave."""
+        """Commit the step. Stop the training when all ranks have agreed to leave."""
         step, self._step = self._step, None
         assert step is not None
         step.__exit__(None, None, None)
@@ -257,7 +265,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
             run_context.request_stop()
 
     def _write_exit_files(self, training: Any) -> None:
-        """Write MindSpore's own files of an exit: ``rank_N/<name>_train.ckpt`` and ``.mindir``."""
+        """Write the files that MindSpore writes at an exit: ``rank_N/<name>_train.ckpt`` and ``.mindir``."""
         rank, _ = place()
         folder = self._exit_directory / f"rank_{rank}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -285,12 +293,13 @@ def train(
     """Run ``model.train(epoch, dataset, callbacks)``, protected: resume automatically, and save at faults and exits.
 
     Args:
-        model, epoch, dataset, callbacks: as for ``Model.train``. ``epoch`` is the final epoch, also after a resume.
+        model, dataset, callbacks: as for ``Model.train``.
+        epoch: number of the final epoch, as for ``Model.train``, also after a resume.
         exit_name, exit_directory: see :class:`Callback`.
         options: options of :func:`session`.
 
     Raises:
-        As :func:`session`.
+        Other errors: see :func:`session`.
         SystemExit: with code 75 after a graceful exit.
     """
     callback = Callback(model, exit_name=exit_name, exit_directory=exit_directory, **options)

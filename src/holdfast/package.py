@@ -1,4 +1,7 @@
-"""The directory in which the package is installed: stack frames of files below it are Holdfast's own."""
+"""The directory in which Holdfast is installed.
+
+Stack frames of files below it belong to Holdfast, not to the script.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Keys and seals of one connection, without I/O: the only place where keys are derived and frames are authenticated.
+"""Keys and seals of one connection, without I/O: the only module that derives keys and authenticates frames.
 
-Theory. Both ends of a connection know a secret, and each has sent a fresh random nonce. HKDF (RFC 5869, over
-HMAC-SHA256) derives a proof and a key for each direction from them. The name of the service is an input, so a
-connection that is redirected to another service of the same run has other keys and fails. Each later frame carries a
-tag: HMAC-SHA256, with the key of its direction, over the number of the frame and its bytes, cut to 16 bytes. Both ends
-count the frames, so the number is never sent. Raw bytes after a frame (a batch) have one separate tag. If the secret
+Theory. Both ends of a connection know a secret, and each end has sent a fresh random nonce. From these, HKDF (RFC 5869,
+over HMAC-SHA256) derives a proof and a key for each direction. The name of the service is an input, so a connection
+that is redirected to another service of the same run has other keys and fails. Each later frame carries a tag:
+HMAC-SHA256, with the key of its direction, over the number of the frame and its bytes, cut to 16 bytes. Both ends count
+the frames, so the number is never sent. Raw bytes after a frame (a *batch*) have one separate tag. If the secret
 requires it, frames and batches are also encrypted (``frame_encryption.py``).
 
 Invariants:
-1. A frame is accepted only on the connection, in the direction and at the place in which it was sent.
+1. A frame is accepted only on the connection, in the direction and at the position in which it was sent.
 2. No key is used for two connections or two directions.
 """
 
@@ -48,7 +48,7 @@ _COUNT_SIZE_BYTES = 8
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, size_bytes: int) -> bytes:
-    """Derive bytes by HKDF (RFC 5869) with HMAC-SHA256."""
+    """Return ``size_bytes`` bytes derived by HKDF (RFC 5869) with HMAC-SHA256."""
     key = hmac.digest(salt, secret, _HASH)
     block, output = b"", b""
     for number in range(1, 2 + (size_bytes - 1) // KEY_SIZE_BYTES):
@@ -88,32 +88,32 @@ class Digest(Protocol):
         """Add bytes to the digest."""
 
     def digest(self) -> bytes:
-        """Return the digest of all added bytes: at least ``TAG_SIZE_BYTES`` bytes."""
+        """Return the digest of all added bytes, at least ``TAG_SIZE_BYTES`` bytes long."""
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Return True if both are equal, compared in constant time."""
+    """Return True if two byte strings are equal. The comparison takes constant time."""
     return hmac.compare_digest(one, other)
 
 
 class SealedBatch(Protocol):
-    """The raw bytes that this end sends, in order, and the tag that follows them."""
+    """The batch of raw bytes that this end sends, in order, with the tag that follows it."""
 
     def seal(self, part: memoryview) -> bytes | memoryview:
-        """Return the next bytes in the form in which they are sent."""
+        """Return the next bytes of the batch in the form in which they are sent."""
 
     def tag(self) -> bytes:
-        """Return the tag of all bytes. Call it after the last of them."""
+        """Return the tag of the whole batch. Call this method after the last bytes."""
 
 
 class OpenedBatch(Protocol):
-    """The raw bytes that the other end sends, in order, and the tag that follows them."""
+    """The batch of raw bytes that the other end sends, in order, with the tag that follows it."""
 
     def open(self, part: memoryview) -> None:
-        """Turn the next received bytes into the bytes that the other end sealed, in place."""
+        """Convert the next received bytes back into the bytes that the other end sealed, in place."""
 
     def fits(self, tag: bytes) -> bool:
-        """Return True if ``tag`` proves that the other end sent all of these bytes. Call it after the last of them."""
+        """Return True if ``tag`` proves that the other end sent this batch. Call this method after the last bytes."""
 
 
 class DirectionSeal(Protocol):
@@ -126,23 +126,22 @@ class DirectionSeal(Protocol):
         """Return the payload of the next frame.
 
         Raises:
-            ProtocolError: the other end did not send it, or not in this place.
+            ProtocolError: the other end did not send this frame, or sent it at another position.
         """
 
     def seal_batch(self, *, local: bool) -> SealedBatch:
         """Return the object that seals the bytes of the next batch.
 
         Args:
-            local: True if both ends are on this host. Only a process with full rights over the host could change the
-                bytes there.
+            local: True if both ends are on this host, where only a process with full rights could change the bytes.
         """
 
     def open_batch(self, *, local: bool) -> OpenedBatch:
-        """Begin to check the raw bytes that the other end has sealed with :meth:`seal_batch`."""
+        """Return the object that checks the next batch, which the other end sealed with :meth:`seal_batch`."""
 
 
 class FrameSeal:
-    """A :class:`DirectionSeal` that authenticates.
+    """A :class:`DirectionSeal` that authenticates, without encryption.
 
     Args:
         key: key of this direction.
@@ -153,17 +152,20 @@ class FrameSeal:
         self._count = 0
 
     def seal_batch(self, *, local: bool) -> BatchTag:
-        """Implement ``DirectionSeal.seal_batch``. On one host a digest is used, which costs a fortieth of a tag."""
+        """Return the object that computes the tag of the next batch.
+
+        On one host (``local``) the tag is a plain digest, which takes a fortieth of the time of an HMAC.
+        """
         return BatchTag(xxhash.xxh3_128() if local else self._begin(_BATCH))
 
     open_batch = seal_batch
 
     def sealed(self, payload: bytes) -> bytes:
-        """Implement ``DirectionSeal.sealed``."""
+        """Return the next frame: ``payload`` and its tag."""
         return payload + self._tag(payload)
 
     def unsealed(self, data: bytes) -> memoryview:
-        """Implement ``DirectionSeal.unsealed``."""
+        """Return the payload of the next frame. Raises: ProtocolError: its tag is wrong."""
         payload, tag = memoryview(data)[:-TAG_SIZE_BYTES], data[-TAG_SIZE_BYTES:]
         if not same(self._tag(payload), tag):
             raise ProtocolError(NOT_SENT)
@@ -181,24 +183,24 @@ class FrameSeal:
 
 
 class BatchTag:
-    """A :class:`SealedBatch` and an :class:`OpenedBatch` that leave the bytes as they are, and compute a tag."""
+    """A :class:`SealedBatch` and :class:`OpenedBatch` that does not change the bytes, and computes a tag."""
 
     def __init__(self, digest: Digest) -> None:
         self._digest = digest
 
     def seal(self, part: memoryview) -> memoryview:
-        """Implement ``SealedBatch.seal``."""
+        """Add the next bytes to the tag, and return them unchanged."""
         self._digest.update(part)
         return part
 
     def open(self, part: memoryview) -> None:
-        """Implement ``OpenedBatch.open``."""
+        """Add the next received bytes to the tag, and leave them unchanged."""
         self._digest.update(part)
 
     def tag(self) -> bytes:
-        """Implement ``SealedBatch.tag``."""
+        """Return the tag of all added bytes."""
         return self._digest.digest()[:TAG_SIZE_BYTES]
 
     def fits(self, tag: bytes) -> bool:
-        """Implement ``OpenedBatch.fits``."""
+        """Return True if ``tag`` is the tag of all added bytes."""
         return same(self.tag(), tag)

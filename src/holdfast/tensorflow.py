@@ -1,10 +1,10 @@
-"""TensorFlow 2: ``fit`` instead of ``model.fit``, or a session for a loop of your own.
+"""The interface for TensorFlow 2: ``fit`` instead of ``model.fit``, or a session for a loop of your own.
 
     import holdfast.tensorflow
     holdfast.tensorflow.fit(model, dataset, epochs=3, steps_per_epoch=100, strategy=strategy, checkpoint="ckpts/")
 
-Every committed step is kept on the host. A lost worker costs the step in flight, and all workers restart automatically
-with a new cluster. See docs/tensorflow.md.
+Every committed step is kept on the host. A lost worker costs only the step in progress, and all workers restart
+automatically with a new cluster. See docs/tensorflow.md.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def session(
 
     Args:
         model: a built Keras model, made in the strategy's scope.
-        optimizer: its optimizer; ``model.optimizer`` by default.
+        optimizer: its optimizer; None: ``model.optimizer``.
         strategy: ``MultiWorkerMirroredStrategy``; None for one process.
         state: the user's own state, by name: plain values, NumPy arrays, TensorFlow variables and tensors, containers
             of these, and objects with ``state_dict`` and ``load_state_dict``. Restored in place where possible.
-        options: as ``holdfast.session``.
+        options: the options of ``holdfast.session``.
 
-    Raises (when it is entered):
-        UnsupportedError: TensorFlow's version, strategy or device.
-        As ``holdfast.session`` otherwise.
+    Raises (when the session is entered):
+        UnsupportedError: TensorFlow's version or strategy.
+        Other errors: see ``holdfast.session``.
     """
     configure_logging()
     settings = SessionSettings(**options)
@@ -68,12 +68,15 @@ def session(
 
 
 def callback(opened: Session) -> Any:
-    """Return a Keras callback that makes each batch of ``fit`` a step of the session. It must be the first callback."""
+    """Return a Keras callback that makes each batch of ``fit`` a step of the session.
+
+    It must be the first callback.
+    """
     return _Steps(opened)
 
 
 class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that opens and commits steps."""
+    """A Keras callback that opens and commits the steps of a session."""
 
     def __init__(self, opened: Session) -> None:
         super().__init__()
@@ -81,24 +84,26 @@ class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self._steps: Iterator[Step] = steps_of_framework(opened)
         self._given: Step | None = None  # the next step, which has not begun
         self.open: Step | None = None
-        self.epoch_steps = 0  # 0: as many as Keras has in its parameters
+        self.epoch_steps = 0  # steps of an epoch; 0: the number in Keras' own parameters
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Take the first step of an epoch: other callbacks run their code before its block now.
+        """Take the first step of an epoch.
 
-        Within an epoch they have run it already.
+        Code that other callbacks run from now on belongs to this step, before its block.
+
+        If the training begins within an epoch, the callbacks ran this code in an earlier process.
         """
         if self._session.step % (self.epoch_steps or self.params.get("steps") or 1) == 0:
             self._given = next(self._steps)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Open the step."""
+        """Open the step of this batch."""
         step, self._given = self._given or next(self._steps), None
         step.__enter__()
         self.open = step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Vote and commit; stop the training when all ranks have agreed to leave."""
+        """Vote and commit the step. Stop the training when all ranks have agreed to leave."""
         step, self.open = self.open, None
         assert step is not None
         step.__exit__(None, None, None)
@@ -122,8 +127,8 @@ def fit(
     Args:
         model: a model, compiled and built in the strategy's scope.
         dataset: a dataset of one epoch (or an endless one), or a function epoch -> dataset.
-        epochs: the final epoch, also after a resume.
-        steps_per_epoch: batches per epoch.
+        epochs: number of the final epoch, also after a resume.
+        steps_per_epoch: number of batches in an epoch.
         callbacks: Keras callbacks.
         strategy: see :func:`session`.
         fit_options: further arguments of ``model.fit``.
@@ -157,17 +162,20 @@ def fit(
             if steps.open is None or not steps.open.__exit__(type(error), error, error.__traceback__):
                 raise
         finish()
-    # Only after the last save: a resume from it must train the weights, not their average.
+    # Only after the last save: a resume from that checkpoint must train the weights, not their average.
     with scope(strategy):
         model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
 @contextmanager
 def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer: it begins and ends once.
+    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer, with one begin and one end.
 
     Otherwise an early stop would count from 0 in each epoch, a log file would start again, and the average of the
-    weights (``use_ema``) would replace them. Yields the function that ends the fit for the callbacks.
+    weights (``use_ema``) would replace the weights after each epoch.
+
+    Yields:
+        The function that ends the fit for the callbacks.
     """
     theirs = [_Once(each) for each in tf.nest.flatten(list(callbacks))]
 
@@ -186,7 +194,7 @@ def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None
 
 
 class _Once:
-    """A wrapper of two hooks of a callback: the first fit begins the training, and ``finish`` ends it."""
+    """A wrapper of a callback's hooks: only the first fit begins its training, and only :meth:`finish` ends it."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -204,17 +212,20 @@ class _Once:
         self._logs = logs
 
     def finish(self) -> None:
-        """Call the callback's end of training, if its begin was called."""
+        """Call the callback's hook for the end of training, if its hook for the begin was called."""
         if self._began:
             self._end(self._logs)
 
     def restore(self) -> None:
-        """Restore the callback's own hooks."""
+        """Restore the original hooks of the callback."""
         self._callback.on_train_begin, self._callback.on_train_end = self._begin, self._end
 
 
 def _rest(source: Source, epoch: int, batch: int, steps_per_epoch: int) -> Any:
-    """Return the rest of an epoch: an endless dataset continues where it was, another one restarts in each epoch."""
+    """Return the part of an epoch from batch number ``batch`` on.
+
+    An endless dataset is one stream over all epochs. Any other dataset restarts in each epoch.
+    """
     dataset = dataset_of(source, epoch)
     if isinstance(source, tf.data.Dataset) and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         return dataset.skip(epoch * steps_per_epoch + batch)
@@ -222,5 +233,5 @@ def _rest(source: Source, epoch: int, batch: int, steps_per_epoch: int) -> Any:
 
 
 def _is_legacy(model: Any) -> bool:
-    """Return whether a base class of the model is from tf_keras."""
+    """Return True if a base class of the model is from tf_keras."""
     return any(base.__module__.startswith("tf_keras") for base in type(model).__mro__)

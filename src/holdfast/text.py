@@ -1,22 +1,25 @@
-"""Counts, numbers and suggestions in text for people."""
+"""Functions that write counts, numbers and suggestions as text for people."""
 
 from collections.abc import Iterable, Sequence
 
 
 def plural(count: int, noun: str) -> str:
-    """Return count and noun: ``1 step``, ``2 steps``."""
+    """Return the count with the noun: ``1 step``, ``2 steps``."""
     return f"{count:,} {noun_of(count, noun)}"
 
 
 def noun_of(count: int, noun: str) -> str:
-    """Return the noun alone for this count: ``rank`` or ``ranks``."""
+    """Return the form of the noun for this count, without the count: ``rank`` or ``ranks``."""
     if count == 1:
         return noun
     return f"{noun}es" if noun.endswith(("x", "ch", "ss")) else f"{noun}s"
 
 
 def closest(word: str, words: Sequence[str]) -> str:
-    """Return the word that was probably meant, or empty: the only one that begins with ``word``, or a similar one."""
+    """Return the word of ``words`` that the user probably meant by ``word``; empty: none is likely.
+
+    It is the only word that begins with ``word``, or otherwise a similar word.
+    """
     import difflib  # slow to import, and most runs make no mistake
 
     begun = [each for each in words if each.startswith(word)]
@@ -27,7 +30,7 @@ def closest(word: str, words: Sequence[str]) -> str:
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """Return ascending numbers as text, with runs shortened: ``0-3, 8``."""
+    """Return ascending numbers as text, with consecutive numbers joined: ``0-3, 8``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

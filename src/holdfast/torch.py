@@ -1,7 +1,7 @@
-"""Library mode for torch: importing this before torch.distributed is used installs Holdfast's process groups.
+"""Library mode for torch: this import installs Holdfast's process groups. Import it before torch.distributed is used.
 
-``holdfast run`` does the same for every worker, so this import then changes nothing. ``declare`` says which region of a
-larger tensor a plain tensor is.
+Under ``holdfast run`` the groups are already installed, so this import changes nothing. ``declare`` tags a plain tensor
+with its region of a larger tensor.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Frames, codec and handshake of the control plane, without I/O (``runtime/net/channel.py`` moves the bytes).
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. Before both sides have proved that they know the
-run's token, a frame may be at most ``GREETING_SIZE_BYTES_MAX`` long and only :data:`Greeting` is decoded.
+A frame is a 4-byte big-endian length and that many bytes: a message as msgpack, after the handshake with a tag. Before
+both sides have proved that they know the run's token, a frame may be at most ``GREETING_SIZE_BYTES_MAX`` long and only
+:data:`Greeting` is decoded.
 
 Handshake (mutual; ``sealing.py`` derives proofs and keys from token, both nonces, version, service and role)::
 
-    server -> client   Challenge(version, nonce_s)
-    client -> server   Answer(version, role, nonce_c, client_proof, service)
+    server -> client   ServerChallenge(version, nonce_s)
+    client -> server   ClientProof(version, role, nonce_c, client_proof, service, sealing)
     server -> client   Welcome(server_proof)   or Refused(reason)
 
-The token itself never travels. In each later frame a tag follows the msgpack: it proves that the other end has sent
-this frame, on this connection, in this place.
+The token itself never travels. The tag of each later frame proves that the other end has sent this frame, on this
+connection, at this position.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ M = TypeVar("M")
 
 
 class ServerChallenge(msgspec.Struct, frozen=True, tag=True):
-    """First frame of a server."""
+    """The first frame of a server: its protocol version and its nonce."""
 
     version: int
     nonce: bytes
@@ -128,17 +129,20 @@ class ClientProof(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes
     proof: bytes
     service: str = ""
-    sealing: str = ""  # how frames are sealed after the handshake, see ``Secret.sealing``
+    sealing: str = ""  # name of the method that seals frames after the handshake, see ``Secret.sealing``
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The server's proof. After it the link is open."""
+    """The server's proof. After this frame both sides send messages."""
 
     proof: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The server's refusal, before it closes. The reason is ``version``, ``service``, ``encryption`` or ``token``."""
+    """The server's refusal, before it closes the connection.
+
+    ``reason`` is ``version``, ``service``, ``encryption`` or ``token``: the part of the client's proof that is wrong.
+    """
 
     reason: str
 
@@ -153,7 +157,7 @@ class Codec(Generic[M]):
     """The msgpack codec of one closed union of structs.
 
     Args:
-        kind: the union. Nothing else is decoded.
+        kind: the union. Bytes of any other type are refused.
     """
 
     def __init__(self, kind: type[M]) -> None:
@@ -165,7 +169,7 @@ class Codec(Generic[M]):
         return self._encoder.encode(message)
 
     def decode(self, payload: bytes | memoryview) -> M:
-        """Decode bytes that :meth:`encode` has made.
+        """Return the message of bytes that :meth:`encode` made.
 
         Raises:
             ProtocolError: the bytes are no message of the union. The error names the path of the first wrong field.
@@ -181,7 +185,7 @@ _GREETINGS: Codec[Greeting] = Codec(Greeting)  # type: ignore[arg-type]
 
 
 def frame(payload: bytes) -> bytes:
-    """Return ``payload`` with its length before it.
+    """Return ``payload`` with its length before it, as a frame.
 
     Raises:
         ProtocolError: the payload is longer than ``FRAME_SIZE_BYTES_MAX``.
@@ -199,7 +203,7 @@ class FrameReader:
     """A reader that cuts a byte stream into frames.
 
     Args:
-        limit_bytes: longest payload; set it higher once the peer is trusted.
+        limit_bytes: size of the longest accepted payload. Set the attribute higher once the peer is trusted.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -216,10 +220,10 @@ class FrameReader:
         return bool(self._buffer)
 
     def next(self) -> bytes | None:
-        """Return the next complete payload, or None.
+        """Return the payload of the next complete frame; None: no frame is complete.
 
         Raises:
-            ProtocolError: the peer announces more than the limit.
+            ProtocolError: the peer announces a payload that is longer than the limit.
         """
         if len(self._buffer) < PREFIX_SIZE_BYTES:
             return None
@@ -265,8 +269,8 @@ class Link(Generic[M]):
         self._refused = refused
         self._reader = FrameReader(GREETING_SIZE_BYTES_MAX)
         self._output = bytearray()
-        self._keys: ConnectionKeys | None = None  # of a client that waits for its welcome
-        self._seals: tuple[DirectionSeal, DirectionSeal] | None = None  # of what goes out, of what comes in
+        self._keys: ConnectionKeys | None = None  # keys of a client that waits for the Welcome frame
+        self._seals: tuple[DirectionSeal, DirectionSeal] | None = None  # seals of sent and of received frames
         self._doing = "greeting"
         self._broken = False
         if role is None:
@@ -278,13 +282,13 @@ class Link(Generic[M]):
         return self._seals is not None
 
     def take_output(self) -> bytes:
-        """Return the bytes to send now, and forget them. Empty if there are none."""
+        """Return the bytes to send now, and remove them from the link; empty: there are none."""
         data = bytes(self._output)
         self._output.clear()
         return data
 
     def send(self, message: M) -> None:
-        """Queue one message.
+        """Queue one message for sending.
 
         Raises:
             ProtocolError: the handshake is not done, or the message is too long.
@@ -295,10 +299,13 @@ class Link(Generic[M]):
         self._output += seal.sealed(payload)
 
     def seal_batch(self, *, local: bool) -> SealedBatch:
-        """Begin a batch of raw bytes that are sent after the last message. Their tag follows them.
+        """Begin a batch: raw bytes that are sent after the last message. The tag of the batch follows them.
 
         Args:
-            local: both ends are on this host.
+            local: True if both ends are on this host.
+
+        Returns:
+            The object that seals the bytes.
 
         Raises:
             ProtocolError: the handshake is not done.
@@ -306,19 +313,23 @@ class Link(Generic[M]):
         return self._both()[0].seal_batch(local=local)
 
     def open_batch(self, *, local: bool) -> OpenedBatch:
-        """Begin a batch of received raw bytes, which the other end has sent with :meth:`seal_batch`."""
+        """Begin a received batch, which the other end sent with :meth:`seal_batch`.
+
+        Return the object that checks it.
+        """
         return self._both()[1].open_batch(local=local)
 
     @property
     def partial(self) -> bool:
-        """True if a message has arrived in part."""
+        """True if the link has received only a part of a message."""
         return self._reader.partial
 
     def receive(self, data: bytes) -> list[M]:
-        """Add received bytes, and return the messages that are complete. After an error, close the connection.
+        """Add received bytes, and return the messages that are now complete. After an error, close the connection.
 
         Raises:
-            AuthError: the peer does not know the token, or uses another version of the protocol.
+            AuthError: the peer does not know the token or uses another version of the protocol, or only one end
+                encrypts.
             ProtocolError: the peer expects another service, or a frame is too long, out of place, not from the other
                 end, or no message.
         """

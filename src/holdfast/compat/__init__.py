@@ -1,5 +1,5 @@
-"""Replacements for other tools' packages: ``mindio_ttp`` and ``taskd``, opt-in. See docs/compat.md.
+"""Replacements for packages of other tools: ``mindio_ttp`` and ``taskd``, opt-in. See docs/compat.md.
 
-``holdfast compat install`` makes both importable for all scripts of this Python, ``import holdfast.compat.install`` for
-one script.
+``holdfast compat install`` makes both packages importable for all scripts of this Python installation. A line
+``import holdfast.compat.install`` makes them importable for one script.
 """

@@ -1,4 +1,4 @@
-"""The process of ``ttp_start_controller``: rank 0 starts it, it outlives rank 0, and it ends with the last rank."""
+"""The controller process of ``mindio_ttp``. Rank 0 starts it; it outlives rank 0, and ends with the last rank."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from holdfast.runtime.node.rundir import read_token
 from holdfast.sealing import Secret
 
 EMPTY_S = 300.0  # limit of the wait for the first rank
-BIND_S = 10.0  # the controller of an earlier job may still hold the port
+BIND_S = 10.0  # limit of the wait for the port, which the controller of an earlier job may still hold
 RETRY_S = 0.1
 CLOSE_S = 2.0
 
 
 class TtpServer:
-    """Executes the commands of the controller's state machine."""
+    """The driver of :class:`DyingCheckpoint`: sockets, timers and the log around the state machine."""
 
     def __init__(self, controller: DyingCheckpoint, journal: EventLog, secret: Secret) -> None:
         self._controller = controller
@@ -47,7 +47,7 @@ class TtpServer:
         )
 
     async def run(self) -> None:
-        """Serve until the last rank has gone."""
+        """Serve the ranks until the last rank has gone, or until no rank has connected within ``EMPTY_S`` seconds."""
         try:
             await asyncio.wait_for(self._begun.wait(), EMPTY_S)
             await self._over.wait()
@@ -85,7 +85,7 @@ class TtpServer:
 
 
 async def serve(host: str, port: int, world_size: int, secret: Secret, log: Path) -> int:
-    """Listen and execute decisions. Return 1 if the port stays taken, otherwise 0."""
+    """Listen at ``host:port`` and serve the ranks of one job. Return 1 if the port stays taken, otherwise 0."""
     journal = EventLog.open(log, "ttp")
     server = TtpServer(DyingCheckpoint(world_size), journal, secret)
     loop = asyncio.get_running_loop()
@@ -108,7 +108,7 @@ async def serve(host: str, port: int, world_size: int, secret: Secret, log: Path
 
 
 def main(host: str, port: str, world_size: str, token_file: str, log: str) -> int:
-    """Run the controller with arguments from the command line. Return the exit code."""
+    """Run the controller with its command-line arguments, all given as text. Return the exit code."""
     raise_limit()
     path = Path(token_file)
     secret = read_token(path)

@@ -1,12 +1,14 @@
 """The controller of ``mindio_ttp``, without I/O: it decides which ranks write a dying checkpoint, and in which order.
 
-Theory. A rank reports its step only when it is asked. After a fault all living ranks are *stopped*: no update may
-begin. They finish the update in progress, and report the last step that they completed. The newest such step is saved.
-A *group* is a set of ranks that hold the same state, cut into ``shards``: ranks i and j of the list hold the same part
-when i % shards == j % shards. The step can be saved if each part of each group has a *sound* holder at that step, whose
-state is whole. For each part the sound holder with the least to write becomes a *writer*. Once all writers have
-written, one of them publishes (renames), then all ranks exit. A writer that fails or dies is replaced by the next
-holder.
+A *dying checkpoint* is the checkpoint that the living ranks write after a fault, before all ranks exit.
+
+Theory. A rank reports its step only when the controller asks. After a fault all living ranks are *stopped*: no update
+may begin. Each rank finishes the update in progress and reports the last step that it completed. The newest such step
+is saved. A *group* is a set of ranks that hold the same state, cut into ``shards`` parts. Ranks i and j of the group's
+list hold the same part when i % shards == j % shards. A rank is *sound* when its state is whole. The step can be saved
+if each part of each group has a sound holder at that step. For each part the sound holder with the least to write
+becomes a *writer*. Once all writers have written, one writer publishes (renames) the checkpoint. Then all ranks exit. A
+writer that fails or dies is replaced by the next holder of its part.
 
 Invariants:
 1. A writer is sound, and its last completed step is that of the plan.
@@ -22,19 +24,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-STAND_S = 5.0  # limit for a rank to finish its update and to answer
-REACH_S = 30.0  # limit for ranks at an older step to reach the newest one, where their part is needed
+STAND_S = 5.0  # limit for a rank to finish its update and to answer a Stop
+REACH_S = 30.0  # limit for ranks at an older step to reach the newest step, if only they hold a part
 SAVE_S = 1800.0
 RENAME_S = 300.0
 TEXT_SIZE_MAX = 1000
 
 
 class TtpMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of the messages between a rank and the controller."""
+    """The base of the messages between a rank and the controller."""
 
 
 class Here(TtpMessage, frozen=True):
-    """Report: a rank has connected; its first message."""
+    """The first message of a rank: it has connected."""
 
     rank: int
     world_size: int
@@ -42,14 +44,14 @@ class Here(TtpMessage, frozen=True):
 
 
 class ShardGroup(msgspec.Struct, frozen=True):
-    """Ranks that hold the same kind of state in ``shards`` parts."""
+    """Ranks that hold the same state, cut into ``shards`` parts. ``kind``: the script's number for a kind of state."""
 
     kind: int
     ranks: tuple[int, ...]
     shards: int
 
     def parts(self) -> list[tuple[int, ...]]:
-        """Return the holders of each part."""
+        """Return, for each part of the state, the ranks that hold it."""
         return [self.ranks[part :: self.shards] for part in range(self.shards)]
 
 
@@ -68,8 +70,10 @@ class Faulted(TtpMessage, frozen=True):
 
 
 class Stood(TtpMessage, frozen=True):
-    """Answer to :class:`Stop`: this rank begins no further update. ``why``: reason why its state is not sound; empty:
-    it is sound."""
+    """Answer to :class:`Stop`: this rank begins no further update.
+
+    ``step`` is its last completed step. ``why`` is the reason why its state is not sound; empty: the state is sound.
+    """
 
     rank: int
     step: int
@@ -77,7 +81,7 @@ class Stood(TtpMessage, frozen=True):
 
 
 class Saved(TtpMessage, frozen=True):
-    """Report: a writer has written its parts, or failed (``why``)."""
+    """Report: a writer has written its parts of ``step``, or failed. ``why``: the error; empty: it succeeded."""
 
     rank: int
     step: int
@@ -85,7 +89,10 @@ class Saved(TtpMessage, frozen=True):
 
 
 class Renamed(TtpMessage, frozen=True):
-    """Report: this rank has published the dying checkpoint (renamed it), or failed (``why``)."""
+    """Report: this rank has published (renamed) the dying checkpoint, or failed.
+
+    ``why``: the error; empty: it succeeded.
+    """
 
     rank: int
     why: str = ""
@@ -98,14 +105,14 @@ class Done(TtpMessage, frozen=True):
 
 
 class Stop(TtpMessage, frozen=True):
-    """Order: begin no update beyond ``step`` (-1: none at all), and report the last completed step."""
+    """Order: begin no update beyond ``step`` (-1: begin no update), and report the last completed step."""
 
     reason: str
     step: int = -1
 
 
 class SaveParts(TtpMessage, frozen=True):
-    """Order: write the parts of these groups; ``plan`` names the writers of each kind."""
+    """Order: write your parts of ``step``. ``plan`` names the writers of each kind of group."""
 
     step: int
     plan: dict[int, tuple[int, ...]]
@@ -118,7 +125,7 @@ class Rename(TtpMessage, frozen=True):
 
 
 class LeaveOrder(TtpMessage, frozen=True):
-    """Order: exit. ``saved``: a checkpoint of ``step`` is published."""
+    """Order: exit. ``saved`` says whether a checkpoint of ``step`` is published."""
 
     step: int
     saved: bool
@@ -133,7 +140,7 @@ class Lost(TtpMessage, frozen=True):
 
 
 class Timer(TtpMessage, frozen=True):
-    """Event, never sent: time is up; ``number`` as in :class:`After`."""
+    """Event, never sent: the delay of the :class:`After` command with this number has passed."""
 
     number: int
 
@@ -150,7 +157,7 @@ class SendToRank(NamedTuple):
 
 
 class After(NamedTuple):
-    """Command: handle :class:`Timer` with this number after ``delay_s``; earlier ones no longer count."""
+    """Command: deliver a :class:`Timer` with this number after ``delay_s``. Timers of earlier numbers are void."""
 
     number: int
     delay_s: float
@@ -164,14 +171,22 @@ class WriteLog(NamedTuple):
 
 
 class Over(NamedTuple):
-    """Command: nothing is left to do."""
+    """Command: end the controller, because nothing is left to do."""
 
 
 Command = SendToRank | After | WriteLog | Over
 
 
 def choose(groups: Iterable[ShardGroup], good: set[int]) -> tuple[dict[int, tuple[int, ...]], str]:
-    """Return the writers by kind of group, and why a part has none (empty: all parts have one)."""
+    """Choose a sound holder of each part as its writer.
+
+    Args:
+        groups: the groups of all ranks.
+        good: the sound ranks at the step of the save.
+
+    Returns:
+        The writers by kind of group, and the reason why some part has no writer (empty: all parts have a writer).
+    """
     plan: dict[int, list[int]] = {}
     load: dict[int, int] = {}
     for group in sorted(set(groups), key=lambda g: (g.kind, g.ranks)):
@@ -189,7 +204,7 @@ def choose(groups: Iterable[ShardGroup], good: set[int]) -> tuple[dict[int, tupl
 
 
 class DyingCheckpoint:
-    """The state machine of the controller, see the module.
+    """The state machine of the controller; the module docstring states its rules.
 
     ``phase`` is for reports: forming, training, stopping, reaching, saving, renaming, over.
     """
@@ -266,11 +281,11 @@ class DyingCheckpoint:
             self._without(rank)
 
     def _without(self, rank: int) -> None:
-        """Continue after a rank has died while the checkpoint was made."""
+        """Continue after the death of ``rank`` during a stop or a save."""
         if self.phase == "stopping":
             self._decide_when_all_stand()
         elif self.phase in ("saving", "renaming") and rank in self._writers:
-            # Its parts may be incomplete: another plan for the same step overwrites them.
+            # The parts of the dead writer may be incomplete. The next plan for the same step overwrites them.
             self._decide()
         elif self.phase == "reaching":
             self._decide()
@@ -300,7 +315,7 @@ class DyingCheckpoint:
             self._decide()
 
     def _decide(self) -> None:
-        """Choose step and writers from the known answers and order the saves; or end without a checkpoint."""
+        """Choose the step and the writers from the answers so far, and order the saves; or end without a checkpoint."""
         stood = {r: s for r, s in self._stood.items() if r in self._here}
         self.step = max((s.step for s in stood.values() if not s.why), default=0)
         if not self.step:
@@ -354,7 +369,7 @@ class DyingCheckpoint:
             self._end(event.why and f"the checkpoint was written, but not published: {event.why}")
 
     def _late(self) -> None:
-        """Handle the end of a time limit: some rank has not answered."""
+        """Handle the end of a time limit: some ranks have not answered."""
         if self.phase == "stopping":
             self._decide()
         elif self.phase == "reaching":
@@ -386,7 +401,7 @@ class DyingCheckpoint:
 
 
 def replicas(infos: Sequence[dict[str, Any]]) -> tuple[ShardGroup, ...]:
-    """Return the shard groups from the list of ``tft_set_optimizer_replica``.
+    """Return the shard groups of the list that a script gives to ``tft_set_optimizer_replica``.
 
     The ranks of a group hold ``replica_cnt`` copies of each part of the optimizer state.
 

@@ -1,4 +1,4 @@
-"""The address of the controller of ``mindio_ttp``, and the secret that both sides know."""
+"""The secret that the controller of ``mindio_ttp`` and its ranks know: its file, and how it is read and written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ LINES: Codec[Message] = Codec(Message)  # type: ignore[arg-type]  # a union is n
 
 
 def token_path(host: str, port: int) -> Path:
-    """Return the file of the secret: the user's, or a private one of this machine for a loopback address.
+    """Return the path of the file of the secret.
+
+    It is the file that the user named in ``HOLDFAST_TTP_TOKEN_FILE``. For a loopback address without that variable it
+    is a private file of this machine.
 
     Raises:
         UsageError: the host is unknown, or other machines can reach it and the user named no file.
@@ -51,7 +54,7 @@ def token_path(host: str, port: int) -> Path:
             hint=f"umask 077; openssl rand -hex 32 > token; export {TOKEN_VARIABLE}=token on every host",
         )
     home = SHARED_MEMORY / f"holdfast-ttp-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):  # an existing path may be anything: it is checked below
+    with contextlib.suppress(FileExistsError):  # is_private() below checks an existing path
         home.mkdir(mode=0o700)
     if not is_private(home):
         raise UsageError(
@@ -72,7 +75,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def make_token(host: str, port: int) -> Path:
-    """Write a new secret into the private file, and return its path. A file of the user stays unchanged."""
+    """Write a new secret into the private file, and return its path. If the user named a file, only return its path."""
     path = token_path(host, port)
     if TOKEN_VARIABLE not in os.environ:
         write_private(path, secrets.token_hex(TOKEN_SIZE_BYTES).encode())
@@ -80,7 +83,10 @@ def make_token(host: str, port: int) -> Path:
 
 
 def drop_token(path: Path, secret: bytes) -> None:
-    """Remove the private file of a controller that ends. The user's file, or that of the next controller, stays."""
+    """Remove the private secret file of a controller that ends.
+
+    The user's file, or a file with another secret, stays.
+    """
     if TOKEN_VARIABLE in os.environ:
         return
     with contextlib.suppress(FileNotFoundError):
@@ -89,5 +95,9 @@ def drop_token(path: Path, secret: bytes) -> None:
 
 
 def token(host: str, port: int) -> bytes:
-    """Return the secret. Raises: AuthError: its file is missing, readable by others, or too short."""
+    """Return the secret of the controller at ``host:port``.
+
+    Raises:
+        AuthError: the file of the secret is missing, readable by others, or too short.
+    """
     return read_token(token_path(host, port))

@@ -1,9 +1,9 @@
 """``mindio_ttp.framework_ttp``: the functions that MindSpore 2.10 and Megatron scripts call, for Holdfast's controller.
 
-``tft_*`` are MindSpore's names, ``ttp_*`` the older ones of Megatron scripts. Supported is the dying checkpoint
-(``TTP:1``), the checkpoint that sound ranks write after a fault: choice of sound ranks, plan, save, publish, exit. Any
-rank may die, also rank 0. Repair in place (``UCE``, ``ARF``, ``HCCE``) and pauses (``TSP``) need Ascend's own
-communication, and are refused by name. See docs/compat.md.
+``tft_*`` are MindSpore's names, ``ttp_*`` the older names of Megatron scripts. Only the dying checkpoint (``TTP:1``) is
+supported. It is the checkpoint that sound ranks (ranks with a whole state) write after a fault, before all ranks exit.
+Any rank may die, also rank 0. Repair in place (``UCE``, ``ARF``, ``HCCE``) and pauses (``TSP``) need Ascend's own
+communication: a request for one of them raises an error that names it. See docs/compat.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Action(Enum):
 
 
 class RepairType(Enum):
-    """Kinds of repair; none is ever ordered."""
+    """Kinds of repair of ``mindio_ttp``. Holdfast's controller never orders a repair."""
 
     RT_SEND = 0
     RT_UCE_HIGHLEVEL = 1
@@ -60,7 +60,7 @@ class _Handler(NamedTuple):
 
 
 class _State:
-    """The TTP state of this process: one rank, one training."""
+    """The state of ``mindio_ttp`` in this process: one rank, one training."""
 
     def __init__(self) -> None:
         self.controller_world = 0
@@ -71,7 +71,7 @@ class _State:
         self.standing = StepState(bound=False)
 
     def start(self, rank: int, world_size: int, bound: bool) -> None:
-        """Make the processor of this rank. Keep arguments that were given before.
+        """Make the processor of this rank, and keep the arguments of the save handler that were given before.
 
         Args:
             rank, world_size: rank of this process and number of ranks.
@@ -83,14 +83,14 @@ class _State:
         self.processor = Processor(rank, world_size, self.call, self.standing)
 
     def need(self) -> Processor:
-        """Return the processor. Raises: UsageError: there is none."""
+        """Return the processor of this rank. Raises: UsageError: the script has made none."""
         if self.processor is None:
             raise UsageError("no TTP processor in this process",
                              hint="tft_init_processor(...), or ttp_init_processor(...), comes first")  # fmt: skip
         return self.processor
 
     def call(self, name: str, order: Message) -> None:
-        """Call a registered handler with the arguments for the order; without a handler do nothing."""
+        """Call the handler registered under ``name``, if there is one, with the arguments that fit ``order``."""
         handler = self.handlers.get(name)
         if handler is None:
             return
@@ -109,14 +109,20 @@ _state = _State()
 
 
 def sharers() -> tuple[int, frozenset[int]]:
-    """Return this rank and the ranks of its one group, which hold the same state; (-1, no ranks): not known."""
+    """Return this rank and the set of ranks that hold the same state.
+
+    The result is (-1, empty set) if this rank has no processor, or does not belong to exactly one group.
+    """
     if _state.processor is None or len(_state.groups) != 1:
         return -1, frozenset()
     return _state.processor.rank, frozenset(_state.groups[0].ranks)
 
 
 def checked_by(check: Callable[[Any], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator of a save handler: ``check`` gets the first arguments, and raises if they cannot be saved."""
+    """Return a decorator that attaches ``check`` to a save handler.
+
+    ``check`` gets the first arguments that the script sets for the handler. It raises if they cannot be saved.
+    """
 
     def mark(handler: Callable[P, R]) -> Callable[P, R]:
         vars(handler)[_CHECK] = check
@@ -129,7 +135,7 @@ _CHECK = "holdfast_check"
 
 
 def _check(arguments: Any) -> None:
-    """Check the first arguments of each save handler, so that an error comes now and not after a death."""
+    """Check the first arguments of each save handler, so that an error comes now and not after the death of a rank."""
     handler = _state.handlers.get("save")
     check = None if handler is None else getattr(handler.call, _CHECK, None)
     if check is not None and handler is not _state.checked:
@@ -152,7 +158,11 @@ def _register(name: str, call: Callable[..., Any], context: tuple[Any, ...]) -> 
 def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool = False, enable_arf: bool = False, **options: Any
 ) -> int:
-    """Prepare the controller of ``world_size`` ranks; rank 0 calls it. Raises: UnsupportedError: ARF is asked for."""
+    """Prepare the controller of a job with ``world_size`` ranks. Rank 0 calls it.
+
+    Raises:
+        UnsupportedError: ``enable_arf`` asks for process-level recovery.
+    """
     if enable_arf:
         raise UnsupportedError("process-level recovery (ARF) is not served by this mindio_ttp",
                                hint="MS_ENABLE_TFT='{TTP:1}'; in place: holdfast.mindspore.train")  # fmt: skip
@@ -161,11 +171,11 @@ def tft_init_controller(
 
 
 def tft_start_controller(ip: str, port: int, enable_tls: bool = False, tls_key_dir: str = "") -> int:
-    """Start the controller as a separate process that outlives this rank.
+    """Start the controller as a separate process that outlives this rank. It listens at ``ip:port``.
 
     Raises:
-        UsageError: not initialized, or an address that other machines reach without a secret.
-        UnsupportedError: TLS.
+        UsageError: :func:`tft_init_controller` was not called, or other machines reach ``ip`` and there is no secret.
+        UnsupportedError: ``enable_tls`` is set.
     """
     if enable_tls:
         raise UnsupportedError("TLS is not served by this mindio_ttp: its lines are authenticated, not encrypted",
@@ -190,7 +200,11 @@ def tft_init_processor(
     rank: int, world_size: int, enable_local_copy: bool = False, enable_tls: bool = False, tls_key_dir: str = "",
     **options: Any,
 ) -> int:  # fmt: skip
-    """Prepare this rank's side. Raises: UnsupportedError: TLS or ARF is asked for."""
+    """Prepare this rank for :func:`tft_start_processor`.
+
+    Raises:
+        UnsupportedError: ``enable_tls`` is set, or the options ask for process-level recovery (ARF).
+    """
     _init_processor(rank, world_size, False, enable_tls, options)
     return 0
 
@@ -205,7 +219,7 @@ def _init_processor(
 
 
 def tft_start_processor(ip: str, port: int) -> int:
-    """Connect to the controller. Raises: GroupError: there is none within a minute."""
+    """Connect to the controller at ``ip:port``. Raises: GroupError: no controller answers within a minute."""
     processor = _state.need()
     processor.start(read_host(ip or LOOPBACK, "ip"), int(port))
     if _state.groups:
@@ -214,7 +228,7 @@ def tft_start_processor(ip: str, port: int) -> int:
 
 
 def tft_destroy_processor() -> int:
-    """End this rank's side, because the training is over."""
+    """Report that this rank's training is over, and disconnect from the controller."""
     if _state.processor is not None:
         _state.processor.close()
         _state.processor = None
@@ -222,10 +236,13 @@ def tft_destroy_processor() -> int:
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: Sequence[dict[str, Any]]) -> int:
-    """Declare which ranks hold the same state as this rank: ``rank_list``, of which ``replica_cnt`` hold each part.
+    """Declare which ranks hold the same state as this rank.
+
+    ``replica_info`` has one dict per group: each part of the state is held by ``replica_cnt`` of the ranks in
+    ``rank_list``.
 
     Raises:
-        UsageError: an impossible list.
+        UsageError: ``replica_info`` is malformed, or ``replica_cnt`` does not divide the number of ranks.
     """
     try:
         groups = replicas(replica_info)
@@ -243,12 +260,12 @@ def tft_set_optimizer_replica(rank: int, replica_info: Sequence[dict[str, Any]])
 
 
 def tft_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(step, plan, args, *context)``, which writes; it is called on the ranks of the plan."""
+    """Register ``func(step, plan, args, *context)``, which writes. It is called on the ranks that the plan names."""
     _register("save", func, context)
 
 
 def tft_register_rename_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(step, *context)``, which publishes; it is called on one rank after all have written."""
+    """Register ``func(step, *context)``, which publishes. It is called on one rank, after all writers have written."""
     _register("rename", func, context)
 
 
@@ -258,27 +275,27 @@ def tft_register_exit_handler(func: Callable[..., Any], *context: Any) -> None:
 
 
 def tft_register_stop_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(args, *context)``, called before a save; if it raises, this rank's state is not used."""
+    """Register ``func(args, *context)``, called before a save. If it raises, this rank's state is not saved."""
     _register("stop", func, context)
 
 
 def tft_register_clean_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Keep a handler that is never called: it belongs to repair in place."""
+    """Keep a handler that is never called, because repair in place is not supported."""
     _register("clean", func, context)
 
 
 def tft_register_repair_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Keep a handler that is never called: it belongs to repair in place."""
+    """Keep a handler that is never called, because repair in place is not supported."""
     _register("repair", func, context)
 
 
 def tft_register_rebuild_group_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Keep a handler that is never called: it belongs to repair in place."""
+    """Keep a handler that is never called, because repair in place is not supported."""
     _register("rebuild_group", func, context)
 
 
 def tft_register_stream_sync_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Keep a handler that is never called: it belongs to pauses."""
+    """Keep a handler that is never called, because pauses are not supported."""
     _register("stream_sync", func, context)
 
 
@@ -288,8 +305,8 @@ def tft_register_stream_sync_handler(func: Callable[..., Any], *context: Any) ->
 def tft_set_step_args(args: Any) -> None:
     """Set ``args`` of the save handler: one live object, or at each step a tuple that begins with the step's number.
 
-    The number is the step of the arguments. A rank between the end of an update and the arguments for it cannot write a
-    dying checkpoint.
+    A tuple holds the state of the step that it names. Between the end of an update and the call with its tuple, a rank
+    cannot write a dying checkpoint.
     """
     _check(args)
     if _state.processor is None:
@@ -299,45 +316,52 @@ def tft_set_step_args(args: Any) -> None:
 
 
 def tft_start_updating_os(step: int) -> None:
-    """Announce that weights are about to change. Never returns once the job is being ended."""
+    """Announce that the weights are about to change. Never returns once the job is being ended."""
     _state.need().begin_update()
 
 
 def tft_end_updating_os(step: int) -> None:
-    """Report that an update has ended, after which the weights are those of ``step``."""
+    """Report that an update has ended: the weights are now those of ``step``."""
     _state.need().end_update(int(step))
 
 
 def tft_report_error(state: int) -> None:
-    """Report an exception in the training of this rank. Returns only if the controller is lost."""
+    """Report that an exception ended this rank's training, and wait for the exit.
+
+    Returns only if the controller is lost. ``state`` is a value of :class:`ReportState`.
+    """
     processor = _state.need()
     processor.fault(f"reported {ReportState(state).name}")
     processor.wait_end()
 
 
 def tft_wait_next_action() -> int:
-    """Return the action after an error, which is always ``EXIT``, when the process has to leave."""
+    """Wait until the process has to leave. Return the number of ``Action.EXIT``, the only action."""
     _state.need().wait_end()
     return int(Action.EXIT.value)
 
 
 def tft_is_reboot_node() -> bool:
-    """Return False: no process joins a running job."""
+    """Return False: this process never joins a job that is running already."""
     return False
 
 
 def tft_get_repair_type() -> str:
-    """Return the current kind of repair: always ``dump``, a dying checkpoint."""
+    """Return the current kind of repair, which is always ``dump``: a dying checkpoint."""
     return "dump"
 
 
 def tft_can_do_uce_repair(hbm_error_time: int, start_time: int, end_time: int) -> bool:
-    """Return False: memory errors of a device are not repaired in place."""
+    """Return False: a memory error of a device is not repaired in place."""
     return False
 
 
 def tft_pause_train(step: int) -> None:
-    """Refuse a pause. Raises: UnsupportedError."""
+    """Refuse to pause the training.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError("pauses (TSP) are not served by this mindio_ttp", hint="MS_ENABLE_TFT='{TTP:1}'")
 
 
@@ -345,22 +369,24 @@ def tft_pause_train(step: int) -> None:
 
 
 def ttp_init_controller(rank: int, world_size: int, replica: int, enable_local_copy: bool = False) -> int:
-    """Do as :func:`tft_init_controller`; the processors give ``replica``."""
+    """Do the same as :func:`tft_init_controller`. ``replica`` is ignored: :func:`ttp_init_processor` takes it."""
     return tft_init_controller(rank, world_size, enable_local_copy)
 
 
 def ttp_start_controller(ip: str, port: int) -> int:
-    """Do as :func:`tft_start_controller`."""
+    """Do the same as :func:`tft_start_controller`."""
     return tft_start_controller(ip, port)
 
 
 def ttp_init_processor(
     rank: int, dp_ranks: Sequence[int], dp_count: int, world_size: int, replica: int, enable_local_copy: bool = False
 ) -> int:  # fmt: skip
-    """Prepare this rank's side. ``dp_ranks`` hold its state in ``replica`` parts: i and i + replica hold the same.
+    """Prepare this rank for :func:`ttp_start_processor`, and declare which ranks hold the same state.
+
+    The state is cut into ``replica`` parts. Entries i and i + ``replica`` of ``dp_ranks`` hold the same part.
 
     Raises:
-        UsageError: ``replica`` does not divide the ranks, or leaves one holder of each part.
+        UsageError: ``replica`` does not divide the number of ranks, or some part has only one holder.
     """
     ranks = tuple(int(each) for each in dp_ranks)
     if len(ranks) != dp_count or replica < 1 or dp_count % replica or dp_count // replica < 2:
@@ -375,46 +401,46 @@ def ttp_init_processor(
 
 
 def ttp_start_processor(ip: str, port: int) -> int:
-    """Do as :func:`tft_start_processor`."""
+    """Do the same as :func:`tft_start_processor`."""
     return tft_start_processor(ip, port)
 
 
 def ttp_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(step, plan, args)``; see :func:`tft_register_save_ckpt_handler`."""
+    """Register ``func(step, plan, args, *context)``; see :func:`tft_register_save_ckpt_handler`."""
     tft_register_save_ckpt_handler(func, *context)
 
 
 def ttp_register_rename_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(step)``; see :func:`tft_register_rename_handler`."""
+    """Register ``func(step, *context)``; see :func:`tft_register_rename_handler`."""
     tft_register_rename_handler(func, *context)
 
 
 def ttp_register_exit_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func()``; see :func:`tft_register_exit_handler`."""
+    """Register ``func(*context)``; see :func:`tft_register_exit_handler`."""
     tft_register_exit_handler(func, *context)
 
 
 def ttp_set_ckpt_args(args: Any) -> None:
     """Set ``args`` of the save handler after the update of each step: ``(iterations done, model, ...)``.
 
-    A Megatron script calls it in the loop, after :func:`ttp_end_updating_os` in the optimizer. The state of a step is
-    complete only after both calls, and its number is that of the iterations.
+    A Megatron script calls this function in its loop, after the optimizer has called :func:`ttp_end_updating_os`. The
+    state of a step is complete only after both calls. The step's number is the number of iterations done.
     """
     tft_set_step_args(args)
 
 
 def ttp_start_updating_os(step: int) -> None:
-    """Do as :func:`tft_start_updating_os`."""
+    """Do the same as :func:`tft_start_updating_os`."""
     tft_start_updating_os(step)
 
 
 def ttp_end_updating_os(step: int) -> None:
-    """Do as :func:`tft_end_updating_os`."""
+    """Do the same as :func:`tft_end_updating_os`."""
     tft_end_updating_os(step)
 
 
 def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a training function: an exception in it leads to the dying checkpoint, a return ends the training."""
+    """Decorate a training function: an exception in it leads to a dying checkpoint, and a return ends the training."""
 
     @functools.wraps(train)
     def persistent(*args: P.args, **kwargs: P.kwargs) -> R:

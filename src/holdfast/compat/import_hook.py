@@ -1,4 +1,4 @@
-"""A hook that patches MindSpore for ``mindio_ttp`` on CPU when it is imported; it costs nothing in other processes."""
+"""An import hook that patches MindSpore for ``mindio_ttp`` on CPU. A process without MindSpore imports no patch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = "mindspore"
 
 
 class _Patching(Loader):
-    """A loader that loads a module by the module's own loader, and then patches it."""
+    """A loader that loads a module with the module's own loader, and then applies the patches."""
 
     def __init__(self, own: Loader) -> None:
         self._own = own
@@ -31,7 +31,7 @@ class _Patching(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """A finder that finds only :data:`PACKAGE`, once."""
+    """A finder for :data:`PACKAGE` alone, which removes itself when the package is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -46,7 +46,7 @@ class _Finder(MetaPathFinder):
 
 
 def watch() -> None:
-    """Patch MindSpore when it is imported, or now when it is there already."""
+    """Patch MindSpore when the script imports it, or now if it is already imported."""
     if PACKAGE in sys.modules:
         from holdfast.compat.mindspore_cpu import apply
 

@@ -1,6 +1,7 @@
-"""Importing this makes ``mindio_ttp`` and ``taskd`` importable in this process, and MindSpore ready for them on CPU.
+"""A module whose import makes ``mindio_ttp`` and ``taskd`` importable in this process.
 
-An installed package with one of these names is left alone, and a warning names it.
+It also patches MindSpore for ``mindio_ttp`` on CPU, if MindSpore's fault tolerance is switched on. An installed package
+with one of the two names is left alone, and a warning names it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ log = logging.getLogger("holdfast")
 
 
 def install() -> None:
-    """Install the packages in this process; a repeated call does nothing."""
+    """Make the packages importable in this process. A repeated call does nothing."""
     for package in PACKAGES:
         if package in sys.modules:
             continue
@@ -35,7 +36,7 @@ def install() -> None:
 
 
 def _alias(name: str, target: str) -> None:
-    """Make ``name`` another name of the module ``target``; empty: make a package that only holds others."""
+    """Make ``name`` another name of the module ``target``. Empty ``target``: make a package that holds submodules."""
     module = importlib.import_module(target) if target else ModuleType(name)
     if not target:
         module.__path__ = []

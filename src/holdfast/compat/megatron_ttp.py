@@ -1,9 +1,9 @@
-"""``mindio_ttp.megatron_ttp``: save, publish and load of a Megatron script, into Holdfast's verified checkpoints.
+"""``mindio_ttp.megatron_ttp``: save, publish and load of a Megatron script, with Holdfast's verified checkpoints.
 
-For data parallelism, where every rank holds the whole state, whatever number of parts ``ttp_init_processor`` got (the
-documents of ``mindio_ttp`` for Megatron give half the number of ranks). The first writer of the plan writes for all of
-them. The directory is that of ``HOLDFAST_CHECKPOINT``, or ``checkpoints``. For sharded optimizers use
-``holdfast.session`` with declared regions.
+These functions are for data parallelism, where every rank holds the whole state. That is so for any number of parts
+that the script gave to ``ttp_init_processor`` (``mindio_ttp``'s documents for Megatron give half the number of ranks).
+The first writer of the plan writes the whole state. The directory is the value of ``HOLDFAST_CHECKPOINT``, or
+``checkpoints``. For sharded optimizers use ``holdfast.session`` with declared regions.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from holdfast.frameworks.torch.state.state import TorchState
 
 Arguments = tuple[int, Any, Any, Any]
-"""Arguments of ``ttp_set_ckpt_args``: iterations done, model (or a list of one), optimizer, its scheduler or None."""
+"""Arguments of ``ttp_set_ckpt_args``: iterations done, model (or a list of one), optimizer, scheduler or None."""
 
 
 def refuse_parts(args: Arguments) -> None:
-    """Refuse, when it is first given, a state that :func:`ttp_save_checkpoint` will not be able to save.
+    """Refuse a state that :func:`ttp_save_checkpoint` cannot save, as soon as the script gives it.
 
     Raises:
         UnsupportedError: an optimizer that keeps a part of the state on each rank, or several model chunks.
@@ -46,12 +46,12 @@ def refuse_parts(args: Arguments) -> None:
 
 @checked_by(refuse_parts)
 def ttp_save_checkpoint(step: int, plan: Sequence[Mapping[str, Any]], args: Arguments) -> None:
-    """Save a sealed checkpoint of the whole state, on the first rank of the plan; a save handler.
+    """Save a sealed checkpoint of the whole state, on the first rank of the plan. This function is a save handler.
 
     Raises:
-        UnsupportedError: the state is in parts.
-        CheckpointMismatch: the arguments are those of another step.
-        StateError, StoreWriteError: see the store.
+        UnsupportedError: the writers of the plan do not all hold the whole state.
+        CheckpointMismatch: ``args`` belong to another step than ``step``.
+        StateError, StoreWriteError: the state cannot be collected or written.
     """
     writers = {rank for group in plan for rank in group["ranks"]}
     iteration, *parts = args
@@ -79,10 +79,10 @@ def ttp_save_checkpoint(step: int, plan: Sequence[Mapping[str, Any]], args: Argu
 
 
 def rename_save_result(step: int) -> None:
-    """Check that the newest checkpoint is sealed and valid; a rename handler, which has nothing to rename.
+    """Check that the newest checkpoint is sealed and valid. This function is a rename handler, with nothing to rename.
 
     Raises:
-        CheckpointInvalid: the newest checkpoint is not that of ``step``, or damaged.
+        CheckpointInvalid: the newest checkpoint is of another step than ``step``, or damaged.
     """
     newest = Root(_root()).newest_valid().require()
     judged = inspect(newest.path, deep=True)
@@ -93,7 +93,10 @@ def rename_save_result(step: int) -> None:
 
 
 def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None) -> int:
-    """Load the newest valid checkpoint into all three. Return its iteration, or 0 if there is none.
+    """Load the newest valid checkpoint into the model, the optimizer and the scheduler.
+
+    Returns:
+        The iteration of the checkpoint, or 0 if there is no checkpoint.
 
     Raises:
         CheckpointInvalid, CheckpointMismatch: the checkpoint is damaged, or of another model.
@@ -143,7 +146,7 @@ def _whole(model: Any, optimizer: Any) -> bool:
 
 
 def _state(model: Any, optimizer: Any, scheduler: Any) -> TorchState:
-    """Return the state of a model, possibly in a list, and of an optimizer, possibly around torch's own."""
+    """Return the state of a model, possibly in a list, and of an optimizer, possibly in Megatron's wrapper."""
     from holdfast.frameworks.torch.state.state import TorchState  # loads torch
 
     (module,) = model if isinstance(model, list | tuple) else [model]

@@ -2,20 +2,20 @@
 
 These parts are patched, and nothing else:
 
-1. ``context.get_context("device_target")`` returns ``Ascend`` in three modules that refuse anything else.
+1. ``context.get_context("device_target")`` returns ``Ascend`` in two modules that refuse any other device.
 2. ``_stop_device`` and ``clean_tdt_channel``, which do not exist on CPU, do nothing.
 3. The optimizer wrapper reduces its flag as float32, because the CPU's AllReduce has no int32. A Python operator in the
    graph reports the beginning of an update, because ``TensorReport`` has no CPU kernel.
-4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32, and a request to one rank is enough. So
-   ``OnRequestExit`` reads the answer after every step, not only on a rank that was asked. The checkpoint that it writes
-   at the exit cannot be loaded by 2.10, because a scalar is added under the name of the optimizer's ``global_step``.
-   The next start loads it, without the request to exit.
+4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) sums float32 flags over the ranks, so a request to one rank is
+   enough. ``OnRequestExit`` reads the sum on every rank after every step. 2.10 cannot load the checkpoint that
+   ``OnRequestExit`` writes, because the file also has a scalar under the name of the optimizer's ``global_step``. The
+   patched version loads the file, and ignores the request to exit in it.
 5. ``train.TFTRegister``, which 2.10 has renamed, exists again. Releases with that name published a dying checkpoint as
    ``tft_saved_checkpoints-step_N``. A link with that name leads to 2.10's ``ttp_saved_checkpoints-step_N``.
-6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``). The
-   dying checkpoint of one rank stands for all ranks, so all must start with equal weights.
+6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``). All
+   ranks load the dying checkpoint that one rank wrote, so all ranks must start with equal weights.
 7. ``TrainFaultTolerance`` counts steps from the position that ``dataset.set_init_step`` gave the data. 2.10 counts from
-   0 after a resume, so a second dying checkpoint would name a step that was done long before.
+   0 after a resume, so a second dying checkpoint would have the name of a much earlier step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PUBLISHED, PUBLISHED_BEFORE = "ttp_saved_checkpoints-step_", "tft_saved_checkpoi
 """First part of the name of a dying checkpoint: in 2.10, and in the releases that had ``TFTRegister``."""
 
 EXIT_NAMES, STEP_NAME = ("graceful_exit", "graceful_init"), "global_step"
-"""Parameters of a training cell: the request to leave and its answer, and the step count of the optimizer."""
+"""Parameters of a training cell: the request to exit, the answer of all ranks, and the optimizer's step count."""
 
 log = logging.getLogger("holdfast")
 _applied = False
@@ -55,7 +55,7 @@ def apply() -> None:
     """Patch MindSpore; a repeated call does nothing.
 
     Raises:
-        UnsupportedError: another MindSpore, or flags of ``MS_ENABLE_TFT`` that need Ascend.
+        UnsupportedError: MindSpore is not 2.10, or ``MS_ENABLE_TFT`` has flags that need Ascend.
     """
     global _applied
     if _applied:
@@ -104,7 +104,7 @@ class _Context:
 
 
 def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return ``OnRequestExit.on_train_step_begin`` extended: it also reads the answer to requests of other ranks."""
+    """Return ``OnRequestExit.on_train_step_begin``, extended so that each rank also sees requests to other ranks."""
 
     def on_train_step_begin(self: Any, run_context: Any) -> None:
         original(self, run_context)
@@ -115,7 +115,10 @@ def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
 
 
 def _load_saved_at_exit(file_name: str, net: Any) -> None:
-    """Load a checkpoint that ``OnRequestExit`` wrote at an exit, in place of ``load_checkpoint``."""
+    """Load a checkpoint that ``OnRequestExit`` wrote at an exit.
+
+    This function replaces MindSpore's ``load_checkpoint``.
+    """
     values = ms.load_checkpoint(file_name)
     for name in EXIT_NAMES:
         values.pop(name, None)
@@ -127,7 +130,7 @@ def _load_saved_at_exit(file_name: str, net: Any) -> None:
 
 
 def _counted_on(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return ``TrainFaultTolerance.on_train_begin`` extended for a training that begins at a later step."""
+    """Return ``TrainFaultTolerance.on_train_begin``, extended for a training that begins at a later step than 0."""
 
     def on_train_begin(self: Any, run_context: Any) -> None:
         original(self, run_context)
@@ -139,12 +142,12 @@ def _counted_on(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
 
 
 def _under_both_names(original: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """Return ``_rename_save_result`` extended: it links the older name of the directory to it, without copying data."""
+    """Return ``_rename_save_result``, extended: a link with the older name leads to the published directory."""
 
     def _rename_save_result(step: int, cb_ctx: Any) -> None:
         if cb_ctx.save_cb is None and getattr(cb_ctx, "has_older_name", False):
             link = Path(cb_ctx.ckpt_save_path) / f"{PUBLISHED_BEFORE}{step}"
-            try:  # before the directory is published: then both names exist from the start
+            try:  # before the directory is published, so that both names exist from the start
                 link.symlink_to(f"{PUBLISHED}{step}", target_is_directory=True)
             except OSError as error:
                 if not link.is_symlink():
@@ -164,15 +167,16 @@ def _same(value: Any) -> Any:
 
 
 def _begin(flag: Any) -> Any:
-    """Report the beginning of an update; called inside the graph."""
+    """Report the beginning of an update. The compiled graph calls this function as an operator."""
     ttp.tft_start_updating_os(-1)
     return flag
 
 
 def _add_report(cell: Any) -> None:
-    """Add operators to ``cell`` that delay its update until all ranks have summed a flag and Holdfast's gate is open.
+    """Add operators to the optimizer ``cell`` that delay its update.
 
-    Called before a Model is made of the optimizer. The sum completes only when all ranks have their gradients.
+    The update begins once all ranks have summed a flag and :func:`tft_start_updating_os` has returned. The sum
+    completes only when all ranks have their gradients. Call this function before a ``Model`` is made of the optimizer.
     """
     if ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL:
         ms.set_auto_parallel_context(parameter_broadcast=True)
@@ -183,10 +187,13 @@ def _add_report(cell: Any) -> None:
 
 
 def _wrapper_of(_cls: Any, origin: Any) -> Any:
-    """Return an optimizer class for ``TrainFaultTolerance.get_optimizer_wrapper``."""
+    """Return a subclass of the optimizer class ``origin`` that reports the beginning of each update.
+
+    This function replaces ``TrainFaultTolerance.get_optimizer_wrapper``.
+    """
 
     class TFTOptSubCls(origin):  # type: ignore[misc]
-        """The optimizer, which reports the beginning of its update first."""
+        """The optimizer class ``origin``, extended: it reports the beginning of an update before the update."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -201,7 +208,7 @@ def _wrapper_of(_cls: Any, origin: Any) -> Any:
 
 
 class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
-    """``nn.OptTFTWrapper``: an optimizer that reports the beginning of its update first."""
+    """``nn.OptTFTWrapper``: a wrapper of an optimizer that reports the beginning of an update before the update."""
 
     def __init__(self, opt: Any, **kwargs: Any) -> None:
         if not isinstance(opt, nn.Optimizer):
@@ -223,7 +230,7 @@ class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
 
 @jit_class
 class ExitByRequest:
-    """``mindspore.utils.ExitByRequest``: a reduction in the graph that shows every rank if one was asked to leave."""
+    """``mindspore.utils.ExitByRequest``: a sum of exit requests in the graph, so that all ranks exit together."""
 
     def __init__(self) -> None:
         self.reduce = ops.AllReduce()
@@ -236,7 +243,12 @@ class ExitByRequest:
         self.is_distributed = get_group_size() > 1
 
     def exit_by_request(self, grad: Any, init_value: Any, exit_value: Any) -> Any:
-        """Set ``exit_value`` to whether any rank was asked to leave. Return the gradients, which depend on that."""
+        """Set ``exit_value`` to whether any rank was asked to exit.
+
+        Returns:
+            The gradients ``grad``, which now depend on this assignment. Otherwise the graph would leave the assignment
+            out.
+        """
         if self.is_distributed:
             total = self.total(self.reduce(self.cast(init_value, ms.float32)))
             grad = self.depend(grad, self.assign(exit_value, self.greater(total, self.half)))
@@ -244,7 +256,10 @@ class ExitByRequest:
 
 
 def TFTRegister(ctrl_rank_id: int, ctrl_ip: str, ctrl_port: int, ckpt_save_path: str) -> Any:
-    """Return the callback of ``train.TFTRegister``. Rank 0 starts the controller, whatever ``ctrl_rank_id`` is."""
+    """Return the callback of the former ``train.TFTRegister``.
+
+    Rank 0 starts the controller, whatever ``ctrl_rank_id`` is.
+    """
     os.environ.setdefault(ADDRESS_VARIABLE, ctrl_ip)
     os.environ.setdefault(PORT_VARIABLE, str(ctrl_port))
     callback = train.TrainFaultTolerance(ckpt_save_path)

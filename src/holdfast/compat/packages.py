@@ -1,4 +1,4 @@
-"""The packages ``mindio_ttp`` and ``taskd`` as files: writing them into a directory of packages, and removing them."""
+"""The packages ``mindio_ttp`` and ``taskd`` as files: functions that write and remove them in site-packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIASES = {
     "taskd.api": "",
     "taskd.api.taskd_agent_api": "holdfast.compat.taskd_agent",
 }
-"""The target of each module name; empty: a package that only holds others."""
+"""The module of Holdfast that each module name leads to; empty: a package that only holds submodules."""
 
 MARK = "# Written by `holdfast compat install`; `holdfast compat remove` takes it away.\n"
 HOOK_FILE = "holdfast-compat.pth"
@@ -27,16 +27,16 @@ HOOK = (
     f"import os; any(name in os.environ for name in {VARIABLES!r}) "
     "and __import__('holdfast.compat.import_hook', fromlist=['watch']).watch()\n"
 )
-"""One line that every start of Python reads; it imports nothing unless one of the variables is set."""
+"""A line that Python executes at each start. It imports a module only if one of :data:`VARIABLES` is set."""
 
 
 def is_ours(spec: ModuleSpec) -> bool:
-    """Return whether :func:`write` wrote the package."""
+    """Return whether :func:`write` wrote the package of this module spec."""
     return bool(spec.origin) and _marked(Path(spec.origin or ""))
 
 
 def site() -> Path:
-    """Return the directory of this Python's packages."""
+    """Return the site-packages directory of this Python."""
     return Path(sysconfig.get_path("purelib"))
 
 
@@ -72,7 +72,7 @@ def write(folder: Path) -> list[Path]:
 
 
 def remove(folder: Path) -> list[Path]:
-    """Remove the files of :func:`write`. Return the paths that existed.
+    """Remove the files that :func:`write` wrote into ``folder``. Return the removed paths.
 
     Raises:
         UsageError: the files cannot be removed.

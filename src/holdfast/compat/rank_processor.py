@@ -1,16 +1,16 @@
-"""One rank's side of ``mindio_ttp``: a thread that receives the controller's orders while the training hangs.
+"""One rank's side of ``mindio_ttp``: a thread that receives the controller's orders even while the training hangs.
 
-Theory. The training thread passes a gate before each update and reports when the update is done. Once the controller
-orders a stop, the gate stays shut. The thread of this module then waits until an update that has begun is complete,
-before it calls a handler. So the state that the handlers save cannot change meanwhile.
+Theory. The training thread calls :meth:`Processor.begin_update` (the *gate*) before each update, and reports when the
+update is done. Once the controller orders a stop, the gate blocks. The thread of this module then waits until the
+update in progress is complete, before it calls a handler. So the state does not change while a handler saves it.
 
 Invariants:
 1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.
 2. The save handler runs only while no update is in progress and none can begin. It gets the ordered step and the
    arguments that belong to that step (:mod:`holdfast.compat.step_state`).
 3. A stopped process ends: by the controller's order, or because the controller is lost.
-4. SIGTERM, if the script has no handler for it, is a fault like any other, and ends the process after the dying
-   checkpoint. torchrun sends it to the living workers as soon as one has died, which is while they write.
+4. SIGTERM, if the script has no handler for it, is a fault like any other. It ends the process after the dying
+   checkpoint. torchrun sends SIGTERM to the living workers as soon as one worker has died. At that time they write.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from holdfast.session.exit_requests import ExitWatch
 log = logging.getLogger("holdfast")
 
 CONNECT_S = 60.0
-UPDATE_S = STAND_S - 1  # for the update in progress: the controller waits a little longer
+UPDATE_S = STAND_S - 1  # limit of the wait for the update in progress; the controller waits 1 s longer
 RETRY_S = 0.05
 
 
 def start_controller(host: str, port: int, world_size: int) -> int:
-    """Start the controller's process, which outlives this one. Return its pid.
+    """Start the controller as a process that outlives this one. Return its pid.
 
     Raises:
         UsageError: other machines can reach the address and there is no secret, or the log cannot be written.
@@ -96,17 +96,20 @@ def start_controller(host: str, port: int, world_size: int) -> int:
 
 
 def end_by_sigterm() -> None:
-    """End this process as SIGTERM does without a handler; Python can set handlers only in the main thread."""
+    """End this process as SIGTERM does without a handler.
+
+    It restores the default action with C's ``signal``, because Python can set handlers only in the main thread.
+    """
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_DFL)))
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Processor:
-    """The side of one rank, see the module.
+    """One rank's side of the protocol; the module docstring states its rules.
 
     Args:
         rank, world_size: rank of this process and number of ranks.
-        call: calls the registered handler of a name with the arguments for the order.
+        call: calls the handler that is registered under a name, with the arguments for an order.
         standing: the step of this rank's state.
     """
 
@@ -118,14 +121,15 @@ class Processor:
         self._standing = standing
         self._call = call
         self._changed = threading.Condition()
-        self._torn = False  # an exception has left a state that is not whole
+        self._torn = False  # an exception has left a state that is in the middle of an update
         self._limit: int | None = None  # no update beyond this step begins; None: no limit
         self._reported = False
         self._left = False
         self._deaf = False  # the controller is lost, and the job was not stopped before
         self._ending = False  # SIGTERM has come
         self._channel: BlockingChannel[Message] | None = None
-        # Stays as long as the controller waits for a save. A launcher that waits less (torchrun: 30 s) sends SIGKILL.
+        # The process stays as long as the controller waits for a save. A launcher that waits less (torchrun: 30 s)
+        # sends SIGKILL.
         self._watch = ExitWatch(self._asked, None, SAVE_S, end_by_sigterm, signals=(signal.SIGTERM,))
         self._handler: object = signal.SIG_DFL
         self._thread: threading.Thread | None = None
@@ -133,10 +137,10 @@ class Processor:
     # ------------------------------------------------------------------ life
 
     def start(self, host: str, port: int) -> None:
-        """Connect, and receive orders in a thread.
+        """Connect to the controller, and receive its orders in a thread.
 
         Raises:
-            GroupError: no controller within ``CONNECT_S``.
+            GroupError: no controller answers within ``CONNECT_S`` seconds.
         """
         deadline_s = time.monotonic() + CONNECT_S
         while True:
@@ -155,12 +159,12 @@ class Processor:
         self._thread = threading.Thread(target=self._listen, name="holdfast-ttp", daemon=True)
         self._thread.start()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            with self._changed:  # a signal may come at once: _asked() waits for _handler
+            with self._changed:  # a signal may come at once: the lock lets _asked() wait for _handler
                 self._watch.start()
                 self._handler = signal.getsignal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End this side after the training, once a dying checkpoint in progress, which it may be writing, is done."""
+        """Report that the training is over and disconnect, after a dying checkpoint in progress has ended."""
         with self._changed:
             if self._left:
                 return
@@ -179,7 +183,7 @@ class Processor:
         self._tell(Replicas(rank=self.rank, groups=groups))
 
     def begin_update(self) -> None:
-        """Pass the gate before weights change. Never returns once the job is being stopped."""
+        """Pass the gate before the weights change. Never returns once the job is being stopped."""
         with self._changed:
             while self._limit is not None and (self._standing.open or self._standing.step >= self._limit):
                 self._changed.wait()
@@ -191,7 +195,7 @@ class Processor:
             )
 
     def end_update(self, step: int) -> None:
-        """Record that an update has ended, after which the weights are those of ``step``."""
+        """Record that an update has ended: the weights are now those of ``step``."""
         with self._changed:
             self._standing.end(step)
             self._changed.notify_all()
@@ -221,7 +225,7 @@ class Processor:
         self._tell(Faulted(rank=self.rank, what=what[:TEXT_SIZE_MAX]))
 
     def wait_end(self) -> None:
-        """Wait until the exit handler ends the process. Return only if the controller is lost."""
+        """Wait until the process ends after the exit handler. Return only if the controller is lost."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(RETRY_S)
 
@@ -313,7 +317,7 @@ class Processor:
         os._exit(1)
 
     def _try(self, name: str, order: Message) -> str:
-        """Call a handler. Return its exception as text; empty: it raised none."""
+        """Call the handler registered under ``name``. Return its exception as text; empty: the handler raised none."""
         try:
             self._call(name, order)
         except Exception as error:

@@ -1,8 +1,8 @@
 """``ReplicatedOptimizer`` for Megatron scripts: Megatron-core's distributed optimizer, with every shard held twice.
 
-The documents of ``mindio_ttp`` for Megatron use it instead of ``DistributedOptimizer``, so that the optimizer's state
-survives the death of a rank. Megatron-core has the means: ``num_distributed_optimizer_instances=2`` cuts the state over
-half the data-parallel ranks, and the other half holds the same shards. This class checks that setting, and counts the
+The documents of ``mindio_ttp`` for Megatron use this class instead of ``DistributedOptimizer``, so that the optimizer's
+state survives the death of a rank. With ``num_distributed_optimizer_instances=2`` Megatron-core cuts the state over
+half the data-parallel ranks, and the other half holds the same shards. This class checks that setting. It counts the
 updates for ``ttp_end_updating_os(self.current_step)``. Megatron is imported when the first optimizer is built.
 """
 
@@ -23,24 +23,24 @@ _INSTANCES = "num_distributed_optimizer_instances"
 class ReplicatedOptimizer:
     """Megatron-core's ``DistributedOptimizer``, refused if a shard of its state would have only one holder.
 
-    Takes the arguments of Megatron-core's class, of which each instance is one as well.
+    The constructor takes the arguments of Megatron-core's class. Each instance is also an instance of that class.
 
     Raises:
-        UnsupportedError: no Megatron-core, or a shard with one holder.
+        UnsupportedError: Megatron-core is not installed, or a shard has only one holder.
 
     Example:
         opt_ty = ReplicatedOptimizer if args.use_distributed_optimizer else Float16OptimizerWithFloat16Params
     """
 
     current_step: int
-    """Number of updates, as counted by :meth:`increase_step`; a script that loads a checkpoint sets it."""
+    """Number of updates that :meth:`increase_step` counted. A script that loads a checkpoint sets this number."""
 
     def __new__(cls, *arguments: Any, **more: Any) -> ReplicatedOptimizer:
         made: ReplicatedOptimizer = object.__new__(_over_megatron() if cls is ReplicatedOptimizer else cls)
         return made
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)  # Megatron's own
+        super().__init__(*arguments, **more)  # the constructor of Megatron's class
         copies = int(getattr(getattr(self, "ddp_config", None), _INSTANCES, 1))
         if copies < COPIES_MIN:
             raise UnsupportedError(
@@ -52,13 +52,17 @@ class ReplicatedOptimizer:
         self.current_step = 0
 
     def increase_step(self) -> None:
-        """Count one update; a script calls it after ``self.optimizer.step()``."""
+        """Count one update. The script calls this method after ``self.optimizer.step()``."""
         self.current_step += 1
 
 
 @cache
 def _over_megatron() -> type[ReplicatedOptimizer]:
-    """Return the class derived from this environment's Megatron-core. Raises: UnsupportedError: there is none."""
+    """Return a subclass of the installed Megatron-core's optimizer class.
+
+    Raises:
+        UnsupportedError: Megatron-core is not installed, or too old.
+    """
     try:
         base = importlib.import_module(_CORE).DistributedOptimizer
     except ImportError as error:

@@ -1,15 +1,15 @@
 """The step of a rank's state, and the arguments of the save handler that belong to that step.
 
-Theory. A Megatron script reports the end of an update inside its optimizer. It gives the arguments (iterations done,
-model, optimizer, schedule) later, in its loop. Between the two calls the weights are those of the next step, and the
-count and the schedule those of the last one. So a state is *whole* only when both calls were made since the update
-began, in either order. Its number is the iteration count with which the arguments begin. MindSpore gives one live
-object once, and a script may give none to handlers that need none. Then arguments do not belong to single steps, and a
+Theory. A Megatron script reports the end of an update inside its optimizer. The script gives the arguments (iterations
+done, model, optimizer, schedule) later, in its loop. Between the two calls the weights belong to the next step, but the
+iteration count and the schedule still belong to the last step. So a state is *whole* only when both calls were made
+since the update began, in either order. Its step is the iteration count with which the arguments begin. MindSpore gives
+one live object once, and some scripts give no arguments. In both cases arguments do not belong to single steps, and a
 state is whole when its update has ended.
 
 Invariants:
 1. ``step`` and ``arguments`` change together, when a state becomes whole.
-2. Arguments that were given before the update began are never taken for it.
+2. Arguments that were given before an update began are never paired with the state after that update.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 
 
 class StepState:
-    """The step of a rank's state, and the arguments for it. See the module. It has no lock: the caller guards it.
+    """The step of a rank's state, and the arguments for that step; the module docstring has the rules.
+
+    The object has no lock: the caller guards it.
 
     Args:
-        bound: True if the script gives arguments for each step. If False, that is assumed as soon as given arguments
-            begin with an iteration count.
+        bound: True if the script gives arguments for each step. False changes to True as soon as given arguments begin
+            with an iteration count.
 
     Example:
         state = StepState(bound=True)
@@ -35,7 +37,7 @@ class StepState:
         self.step = 0
         """Step of the last whole state; 0: none in this process."""
         self.arguments: Any = None
-        """Arguments that belong to :attr:`step`; before the first whole state the newest ones."""
+        """Arguments that belong to :attr:`step`; before the first whole state the newest arguments."""
         self.updating = False
         self._bound = bound
         self._ended: int | None = None  # number of an ended update whose arguments are missing
@@ -43,7 +45,7 @@ class StepState:
         self._any = False  # arguments were given at least once
         self._fresh = False  # arguments were given since the last update began
         self._told = False  # missing arguments were reported
-        self._wrong = ""  # why the arguments of the last state cannot be its own
+        self._wrong = ""  # why the arguments do not belong to the last state; empty: they do
 
     @property
     def whole(self) -> bool:
@@ -52,7 +54,7 @@ class StepState:
 
     @property
     def why(self) -> str:
-        """The reason why the state is not whole; empty: it is whole."""
+        """The reason why the state is not whole; empty: the state is whole."""
         if self.updating:
             return "its update was not completed"
         if self._ended is not None:
@@ -61,11 +63,15 @@ class StepState:
 
     @property
     def open(self) -> bool:
-        """True if an update has ended whose arguments are still to come."""
+        """True if an update has ended and the script has not yet given its arguments."""
         return self._ended is not None and not self.updating
 
     def begin(self) -> bool:
-        """Record that weights are about to change. Return True, once, if the last state lacks its arguments."""
+        """Record that the weights are about to change.
+
+        Returns:
+            True, at most once per process, if the script gave no arguments for the last update.
+        """
         forgotten = self.open and self._any and not self._told
         self._told = self._told or forgotten
         if self.open and not self._any:
@@ -74,7 +80,7 @@ class StepState:
         return forgotten
 
     def end(self, step: int) -> None:
-        """Record the end of an update, after which the weights are those of ``step``, as the script counts updates."""
+        """Record the end of an update: the weights are now those of ``step``, as the script counts updates."""
         self.updating = False
         if self._bound and not self._fresh:
             self._ended = step
@@ -95,7 +101,7 @@ class StepState:
             self.arguments = arguments
 
     def moves(self, arguments: Any) -> bool:
-        """Return True if :meth:`give` would replace the arguments that belong to a whole state by others."""
+        """Return True if :meth:`give` would replace the arguments of a whole state with other arguments."""
         return bool(self.step) and self.whole and self._bound and arguments is not self.arguments
 
     def _complete(self, updates: int, least: int) -> None:
@@ -108,6 +114,6 @@ class StepState:
 
 
 def _count(arguments: Any) -> int | None:
-    """Return the iterations done, with which the arguments of a Megatron script begin; None: there is no count."""
+    """Return the iteration count with which a Megatron script's arguments begin; None: they begin with no number."""
     first = arguments[0] if isinstance(arguments, tuple | list) and arguments else None
     return first if isinstance(first, int) and not isinstance(first, bool) else None

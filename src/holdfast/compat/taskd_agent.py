@@ -1,8 +1,8 @@
-"""``taskd.api.taskd_agent_api``: the agent to which msrun hands its loop if ``MS_ENABLE_TFT`` holds ``RSC:1``.
+"""``taskd.api.taskd_agent_api``: the agent that watches msrun's workers if ``MS_ENABLE_TFT`` holds ``RSC:1``.
 
-msrun registers four functions (start all, start some, kill, monitor). If a worker fails, the agent starts all workers
-again under the same msrun and scheduler, because MindSpore's own group cannot take back one worker. With ``TTP:1`` the
-other workers first have time to write the dying checkpoint.
+msrun registers its functions (start all, start some, kill, monitor), and then lets this agent call them. If a worker
+fails, the agent starts all workers again under the same msrun and scheduler, because MindSpore's own group cannot take
+back one worker. With ``TTP:1`` the other workers first have time to write a dying checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESTARTS_MAX = 16
 WINDOW_S = 3600.0
 POLL_S = 0.1
 DUMP_S = 60.0
-"""Limit of the time in which workers write the dying checkpoint and leave, if that is switched on."""
+"""Time limit for the other workers to write a dying checkpoint and leave (with ``TTP:1``)."""
 ALL = [-1]
 NAMES = ("START_ALL_WORKER", "MONITOR", "KILL_WORKER")
 
@@ -34,9 +34,9 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 
 def init_taskd_agent(config: Mapping[str, Any] | None = None, cls: Any = None) -> bool:
-    """Return True if msrun may pass its loop to this agent.
+    """Return True if msrun should let this agent start and watch its workers.
 
-    It may do so only if the user has requested restarts (``RSC:1``). With ``TTP:1`` alone, a fault ends the job.
+    The result is True only if the user has requested restarts (``RSC:1``). With ``TTP:1`` alone, a fault ends the job.
     """
     configure_logging()
     _functions.clear()
@@ -44,16 +44,17 @@ def init_taskd_agent(config: Mapping[str, Any] | None = None, cls: Any = None) -
 
 
 def register_func(operator: str, func: Callable[..., Any]) -> bool:
-    """Register one of msrun's functions under its name."""
+    """Register ``func`` of msrun under the name ``operator``. Return True."""
     _functions[operator] = func
     return True
 
 
 def start_taskd_agent() -> None:
-    """Start the workers, and start all again when one fails, until all have ended well or the limit is reached.
+    """Start all workers, and start all of them again whenever one fails. Return when all have ended without an error.
 
     Raises:
-        UsageError: msrun did not register the needed functions, or the limit is no number.
+        UsageError: msrun did not register the needed functions, or ``HOLDFAST_TASKD_MAX_RESTARTS`` is no number.
+        SystemExit: a worker failed after the last permitted restart.
     """
     missing = [name for name in NAMES if name not in _functions]
     if missing:
@@ -70,7 +71,7 @@ def start_taskd_agent() -> None:
 
 
 class _Agent:
-    """The loop that watches and restarts the workers."""
+    """The loop that watches and restarts msrun's workers."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], restarts_max: int, dumps: bool) -> None:
         self._functions = functions
@@ -89,7 +90,7 @@ class _Agent:
             time.sleep(POLL_S)
 
     def _look(self) -> tuple[dict[int, Any], list[int]]:
-        """Return the global ranks that have failed, with their status, and those that run."""
+        """Return the failed ranks with their exit status, and the list of ranks that still run."""
         states = self._functions["MONITOR"](ALL).values()
         failed = {int(s["global_rank"]): s["status"] for s in states if s["status"] not in (None, 0)}
         return failed, [int(s["global_rank"]) for s in states if s["status"] is None]

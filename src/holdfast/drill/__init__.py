@@ -1,1 +1,1 @@
-"""The drill: a real training with injected faults, compared with the same training undisturbed."""
+"""The drill: a real training with injected faults, and its comparison with the same training without faults."""

@@ -1,8 +1,8 @@
-"""The twin of ``train.py`` without Holdfast: the same training in plain torch.
+"""The drill's training without Holdfast, in plain torch: the reference for ``train.py``.
 
-It shares only the documented seed functions with Holdfast: the random numbers of a step are a function of seed, rank
-and step, those of a sample of seed, epoch and index. It has no session and no vote, and uses torch's own process
-groups. Its digest must equal that of the session's run.
+It shares only the documented seed functions with Holdfast. The random numbers of a step are a function of seed, rank
+and step. The random numbers of a sample are a function of seed, epoch and index. There is no session and no vote, and
+the process groups are torch's own. The digest of its result must equal the digest of the run with a session.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from holdfast.frameworks.torch.state.rng import reseed, sample_seed, seed_all
 
 
 class SeededWindows(Dataset[Pair]):
-    """A dataset that seeds the default generators before each sample; ``epoch`` is set before its workers start."""
+    """A dataset that seeds the default generators before each sample.
+
+    Set ``epoch`` before the loader's processes start.
+    """
 
     def __init__(self, inner: Dataset[Pair], seed: int) -> None:
         self.inner = inner
@@ -40,13 +43,13 @@ class SeededWindows(Dataset[Pair]):
         self.epoch = 0
 
     def __getitem__(self, index: int) -> Pair:
-        """Return the sample, which is the same in every process that loads it."""
+        """Return the sample ``index``, which is equal in every process that loads it."""
         seed_all(sample_seed(self.seed, self.epoch, index))
         return self.inner[index]
 
 
 def batches(parts: DrillTraining, steps: int, seed: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield step numbers and batches over as many epochs as ``steps`` needs."""
+    """Yield pairs of step number and batch for ``steps`` steps, over as many epochs as they need."""
     plain = parts.loader
     data = SeededWindows(plain.dataset, seed)
     loader = DataLoader(
@@ -68,7 +71,7 @@ def batches(parts: DrillTraining, steps: int, seed: int) -> Iterator[tuple[int, 
 
 
 def main() -> None:
-    """Train, then write the digests of this rank's state."""
+    """Train without Holdfast, then write the digests of this rank's state."""
     settings = parse()
     world_size = workers()
     if world_size > 1:
@@ -85,13 +88,13 @@ def main() -> None:
         parts.optimizer.zero_grad()
         trace.committed(step + 1)
     if parts.group is not None:
-        # DDP would do it before the next forward: buffers follow its rank 0.
+        # DDP would do this before the next forward: it broadcasts the buffers of its rank 0.
         for buffer in parts.model.buffers():
             dist.broadcast(buffer, dist.get_global_rank(parts.group, 0), group=parts.group)
     if settings.result is not None:
         write_result(result_of(parts, settings, world_size, loss), settings.result)
-    # No destructors: ~ProcessGroupGloo holds the GIL and waits for gloo's loop, which may hold its lock and want the
-    # GIL to free the last collective's tensors (seen on torch 2.13: the process hangs forever).
+    # No destructors: ~ProcessGroupGloo holds the GIL and waits for gloo's loop. The loop may hold gloo's lock and need
+    # the GIL to free the last collective's tensors (seen on torch 2.13: the process hangs forever).
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,7 +1,7 @@
 """Real text that every machine has: the Python sources of the running interpreter's standard library.
 
-The order is that of the relative paths, so two processes of one interpreter always read the same bytes. Neither files
-of Holdfast nor the network are needed.
+The files are read in the order of their relative paths, so two processes of one interpreter read the same bytes. The
+text needs neither files of Holdfast nor the network.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idleli
 
 
 def sources(root: Path) -> list[Path]:
-    """Return all ``.py`` files below ``root`` by relative path, without tests and installed packages."""
+    """Return all ``.py`` files below ``root``, sorted by relative path, without tests and installed packages."""
     found: list[tuple[str, ...]] = []
     for place, directories, files in os.walk(root):
-        directories[:] = set(directories) - EXCLUDED  # installed packages are many: they are not even listed
+        directories[:] = set(directories) - EXCLUDED  # walk() does not enter the removed directories
         parts = Path(place).relative_to(root).parts
         found += [(*parts, name) for name in files if name.endswith(".py")]
     return [root.joinpath(*parts) for parts in sorted(found)]
@@ -31,8 +31,10 @@ def sources(root: Path) -> list[Path]:
 def load(size_bytes: int, root: Path | None = None) -> npt.NDArray[np.uint8]:
     """Return the first ``size_bytes`` bytes of the sources as a vector of uint8, shape ``(size_bytes,)``.
 
+    ``root`` is the directory of the sources; None: that of the standard library.
+
     Raises:
-        UserError: the interpreter has fewer bytes of sources than that (a zipped or stripped installation).
+        UserError: the sources have fewer than ``size_bytes`` bytes (a zipped or stripped installation).
     """
     base = root if root is not None else Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()

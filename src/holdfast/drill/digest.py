@@ -1,7 +1,7 @@
-"""One digest of everything that a run ended with.
+"""One digest of the final state of a whole run, to compare two runs.
 
 The drill's own script writes a file per rank with digests of that rank's memory. For any other script the final
-checkpoint is compared: every tensor in it is read whole, so that its division into files has no effect.
+checkpoint is compared. Every tensor in it is read whole, so its division into files has no effect on the digest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ COMPARED = ("rank", "world_size", "steps", "parameters", "optimizer", "buffers",
 
 
 STATE = COMPARED[:-1]
-"""The compared fields without the last loss: a run that found the training done has none."""
+"""The compared fields without the loss, which a process has only if it trained a step."""
 
 
 def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] = COMPARED) -> str:
-    """Return the combined digest of the files that the ranks of the drill's script wrote; empty if one is missing."""
+    """Return one digest of the result files of all ranks of the drill's script; empty if a file is missing.
+
+    ``compared`` names the fields of each file that count.
+    """
     total = xxhash.xxh3_128()
     for rank in range(world_size):
         path = directory / f"rank-{rank:05d}.json"
@@ -48,10 +51,11 @@ def comparable(directory: Path, world_size: int) -> tuple[str, ...]:
 
 
 def digest_of_checkpoint(root: Path, run: str | None, step: int) -> str:
-    """Return a digest of names, types, shapes and bytes of all tensors of the checkpoint that a run left at ``step``.
+    """Return a digest of names, types, shapes and bytes of all tensors in the checkpoint of ``step``.
 
     Args:
-        run: ``RunSettings.saves_as`` of the run; None: any run.
+        root: directory of the checkpoints.
+        run: ``RunSettings.saves_as`` of the run that saved the checkpoint; None: any run.
 
     Raises:
         NothingToResume: there is no such checkpoint.

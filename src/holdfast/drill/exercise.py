@@ -1,4 +1,4 @@
-"""The drill itself: a training job once undisturbed and once with faults, compared bit for bit."""
+"""The drill itself: a training job runs without faults and with them, and the results are compared bit for bit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from holdfast.runtime.node.run_settings import RunSettings
 MODULE = "holdfast.drill.train"
 LAYOUTS = ("ddp", "hsdp", "fsdp", "tp", "pp", "pp-tp")
 NPROC_STEP = {"hsdp": 2, "tp": 2, "pp": 2, "pp-tp": 4}
-"""By layout, the number that must divide the number of workers."""
+"""For each layout, the number that the number of workers must be a multiple of; 1 for other layouts."""
 
 
 @dataclass(frozen=True)
 class Exercise:
     """The training of a drill.
 
-    ``results``: the script takes ``--result DIR`` and writes one digest file per rank there.
+    ``command`` is the part of the command line after ``holdfast run`` and its flags for directories and workers.
+    ``nproc`` is the number of workers. ``results``: the script takes ``--result DIR`` and writes one digest file per
+    rank there.
     """
 
     command: tuple[str, ...]
@@ -41,7 +43,11 @@ class Exercise:
     def builtin(
         *, nproc: int, size: str, layout: str, steps: int, save_every: int = 0, flags: Sequence[str] = ()
     ) -> Exercise:
-        """Return the drill's own training; ``flags`` are of ``holdfast run``."""
+        """Return the drill's own training. ``flags`` are flags of ``holdfast run``.
+
+        Raises:
+            UserError: ``nproc`` does not fit the layout.
+        """
         step = NPROC_STEP.get(layout, 1)
         least = 2 * step if layout == "hsdp" else step
         if nproc % step or nproc < least:
@@ -56,9 +62,10 @@ class Exercise:
 
 
 def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[str] = ()) -> Exercise:
-    """Return the tiny model on ``nproc`` workers, or on as many as the layout needs for copies of its state.
+    """Return a training of the tiny model on at least ``nproc`` workers, enough for two copies of its state.
 
-    In a layout without copies, each shard is kept in shared memory, with the later gradients.
+    The layout ``fsdp`` has no copies: there the memory tier keeps each shard every 5 steps, with the gradients since
+    then.
     """
     memory = ("--memory-every", "5") if layout == "fsdp" else ()
     nproc = max(nproc, 2 * NPROC_STEP.get(layout, 1))
@@ -70,13 +77,13 @@ def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[
 class DrillVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a drill.
 
-    ``digest`` is the digest of the undisturbed run. ``missed`` lists faults that were never injected. ``last_words``
-    has the last log lines of a run that did not end well.
+    ``digest`` is the digest of the run without faults, ``digest_disturbed`` that of the run with faults. ``missed``
+    lists faults that were never injected. ``last_words`` has the last log lines of a run that did not end well.
     """
 
     identical: bool
     steps_lost: int
-    steps_redone: int  # after a flipped bit, or from the memory tier: computed again to the same bits
+    steps_redone: int  # steps computed again to the same bits, after a flipped bit or from the memory tier
     digest: str
     digest_disturbed: str
     steps: int
@@ -94,7 +101,7 @@ class DrillVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if nothing was lost, no part of Holdfast broke, and every fault was injected."""
+        """True if the results are identical, no step was lost, no part of Holdfast broke, and no fault was missed."""
         right = self.identical and self.steps_lost == 0 and self.code == Exit.OK
         return right and not self.missed and not self.reason
 
@@ -112,10 +119,10 @@ def require_torch() -> None:
 
 
 class Drill:
-    """The runs of one drill, below one directory, which is made.
+    """The runs of one drill, below one directory.
 
     Args:
-        base: the directory.
+        base: the directory, which the drill makes.
         exercise: the training.
         seed: seed of all random choices of faults.
         progress: see :data:`runner.Progress`.
@@ -155,7 +162,10 @@ class Drill:
             ) from error
 
     def plan(self, specs: Sequence[FaultSpec]) -> list[InjectedFault]:
-        """Return the faults to inject; without any ``--fault``, the kill of a random rank at a random step."""
+        """Return the faults to inject.
+
+        Without ``--fault`` the only fault is the kill of a random rank at a random step.
+        """
         steps = self.undisturbed().step
         if not specs:
             step = random.Random(self.seed).randrange(steps // 4, max(steps // 4 + 1, steps * 3 // 4))
@@ -163,7 +173,7 @@ class Drill:
         return expand(specs, world_size=self.exercise.nproc, steps=steps, seed=self.seed)
 
     def disturbed(self, name: str, faults: Sequence[InjectedFault]) -> DrillVerdict:
-        """Run with ``faults``, and return the comparison with the undisturbed run."""
+        """Run the training with ``faults``, and return the comparison with the run without faults."""
         reference = self.undisturbed()
         outcome = self._run(name, faults)
         reason = "; ".join(broken(outcome.events))

@@ -18,18 +18,21 @@ LINES_READ_MAX = 400
 LINE_LENGTH_MAX = 200
 TRACEBACK = "Traceback (most recent call last):"
 OWN_DOING = ("exception", "exit")
-"""Kinds of faults whose cause is in the log of the rank, the most informative one first."""
+"""Kinds of faults whose cause is in the log of the rank, the most informative kind first."""
 
 
 class Excerpt(msgspec.Struct, frozen=True):
-    """The end of one file, at most ``LINES_MAX`` lines: from its last traceback on, or otherwise its last lines."""
+    """The last lines of one log file, at most ``LINES_MAX`` lines.
+
+    They begin with the last traceback of the file if it has one.
+    """
 
     path: str
     lines: list[str]
 
     @staticmethod
     def of(path: Path) -> Excerpt:
-        """Return the excerpt of a log; without lines if there is no log."""
+        """Return the excerpt of the log at ``path``; an excerpt without lines if there is no log."""
         found = [line[:LINE_LENGTH_MAX] for line in last_lines(path, LINES_READ_MAX)]
         begin = max(
             (at for at, line in enumerate(found) if TRACEBACK in line), default=len(found) - LINES_MAX
@@ -41,12 +44,15 @@ class Excerpt(msgspec.Struct, frozen=True):
 
 
 def launcher_log(directory: Path) -> Path:
-    """Return the file with the output of the launcher of the run in ``directory``."""
+    """Return the path of the file with the launcher's output, for the run in ``directory``."""
     return directory.with_suffix(".log")
 
 
 def last_words(directory: Path) -> list[Excerpt]:
-    """Return the end of the launcher's output, and of the log of the rank whose own error was the first fault."""
+    """Return excerpts of the run's logs for its verdict.
+
+    They are from the launcher's output, and from the log of the rank whose own error was the first fault.
+    """
     logs = [launcher_log(directory)]
     if (directory / SETTINGS_FILE).exists():
         run = RunDir(directory)
@@ -57,13 +63,16 @@ def last_words(directory: Path) -> list[Excerpt]:
 
 
 def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
-    """Return (start of all workers, rank) of the first fault since the last recovery that the rank itself caused."""
+    """Return the first fault since the last recovery that the rank itself caused (an exception or an exit); None: none.
+
+    The fault is ``(attempt, rank)``: the number of the start of all workers, and the rank.
+    """
     faults = RunHistory.read(events).unanswered
     return next(((f.attempt, f.rank) for kind in OWN_DOING for f in faults if f.kind == kind), None)
 
 
 def text(excerpts: Sequence[Excerpt]) -> str:
-    """Return the excerpts indented, each with the name of its file."""
+    """Return the excerpts as indented text, each below the path of its file."""
     return "\n".join(
         line for each in excerpts for line in (f"  {each.path}:", *(f"    {line}" for line in each.lines))
     )

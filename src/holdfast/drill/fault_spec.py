@@ -1,20 +1,20 @@
-"""The grammar of ``--fault``, and its faults as data (pure).
+"""The grammar of the option ``--fault``, and the faults as data (pure).
 
     KIND:rank=R@step=N[,phase=P]        one fault
-    KIND:rank=R@every=N[,phase=P]       one after every N steps
+    KIND:rank=R@every=N[,phase=P]       one fault after every N steps
     flip:rank=R@step=N[,of=optimizer]   one bit of a weight (or of the optimizer's state) changes
 
 KIND is a death, a hang or a flip:
 
-- deaths: ``kill`` (SIGKILL from outside), ``exception`` (an unhandled one in the training script), ``exit``
+- deaths: ``kill`` (SIGKILL from outside), ``exception`` (an unhandled exception in the training script), ``exit``
   (``os._exit(1)``);
 - hangs: ``stop`` (SIGSTOP from outside), ``loop`` (an endless loop in Python), ``gil`` (C code that never releases the
   GIL), ``deadlock`` (the rank waits for a message that no rank sends; drill model only), ``loader`` (the data loader
   never yields);
 - ``flip``: a bit in the memory of a rank that continues to run (drill model only).
 
-R is a rank, ``random``, or several joined by ``+`` (hit at once). P is a phase of the step, or ``random``.
-A kill or stop without a phase comes at a random moment of the step.
+R is a rank, ``random``, or several ranks joined by ``+`` (hit at the same time). P is a phase of the step, or
+``random``. A kill or stop without a phase comes at a random moment of the step.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ KINDS: tuple[Kind, ...] = (*DEATHS, *HANGS, *FLIPS)
 FROM_OUTSIDE = ("kill", "stop")
 PHASES = ("forward", "backward", "vote", "update", "commit", "save")
 STEP_PHASES = PHASES[:-1]
-"""Phases that every step has; ``save`` comes only if the script saves."""
+"""Phases that every step has. A step has the phase ``save`` only if the script saves."""
 MOMENT = "moment"
-"""A random moment of the step, chosen by a delay and not by a phase."""
+"""The phase of a fault that comes after a random delay, in whatever phase the step is then."""
 DOUBT = "doubt"
-"""The moment at which some ranks know that the vote passed and another one does not know yet (soak only)."""
+"""The moment at which some ranks know that the vote passed and another rank does not know yet (soak only)."""
 EXAMPLE = "kill:rank=2@step=20"
 
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """One ``--fault`` as typed. ``ranks`` is empty for a random one; ``phase`` is empty if none was given."""
+    """One ``--fault`` as typed. ``ranks`` is empty for a random rank; ``phase`` is empty if none was given.
+
+    ``step`` is the step of the fault, or, if ``every`` is set, the number of steps between two faults.
+    """
 
     text: str
     kind: Kind
@@ -59,7 +62,10 @@ class FaultSpec:
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """One fault to inject: at ``phase`` (or ``moment``) of the first step from ``step`` on."""
+    """One fault to inject, at the phase ``phase`` of the first step from ``step`` on.
+
+    ``phase`` can also be :data:`MOMENT` or :data:`DOUBT`.
+    """
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -76,8 +82,7 @@ def parse_fault(text: str) -> FaultSpec:
     """Return one ``--fault`` as data.
 
     Raises:
-        UsageError: it does not follow the grammar; the error names the part.
-        UnsupportedError: a kind of fault that this version does not inject.
+        UsageError: the text does not follow the grammar; the error names the wrong part.
     """
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
@@ -110,10 +115,10 @@ def parse_fault(text: str) -> FaultSpec:
 
 
 def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
-    """Refuse a fault that can never come. ``steps``: number of steps of the run; None: not known yet.
+    """Refuse a fault that would never happen. ``steps``: number of steps of the run; None: not known yet.
 
     Raises:
-        UsageError: a rank or a step that the run does not have.
+        UsageError: the fault names a rank or a step that the run does not have.
     """
     if any(rank >= world_size for rank in spec.ranks):
         raise _wrong(spec.text, f"the run has ranks 0 to {world_size - 1} (--nproc {world_size})")
@@ -122,10 +127,10 @@ def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
 
 
 def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int) -> list[InjectedFault]:
-    """Return the faults to inject, in the order of their steps; random choices are drawn from ``seed``.
+    """Return the faults to inject, sorted by step. Random ranks and phases are drawn from ``seed``.
 
     Raises:
-        UsageError: a rank or a step that the run does not have.
+        UsageError: a fault names a rank or a step that the run does not have.
     """
     draw = random.Random(seed)
     faults: list[InjectedFault] = []

@@ -1,11 +1,11 @@
 """The fault injector: a separate process that kills, stops and traps workers of a run.
 
-It shares only files with the run: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP. A
-fault at a named phase is a trap (an order on the victim's status page). When the victim reaches the phase, it waits for
-the signal of the injector (``hold``), or raises, exits or hangs on its own. A fault at a random moment comes after a
-random delay, in whatever phase the victim is then.
+It shares only files with the run: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP. A fault at
+a named phase is a *trap*: an order on the victim's status page. When the victim reaches the phase, it waits for the
+signal of the injector (``hold``), or raises, exits or hangs on its own. A fault at a random moment comes after a random
+delay, in whatever phase the victim is then.
 
-Each fault that happened is written as a JSON line: its time (CLOCK_MONOTONIC), and the victim's page after its death.
+For each fault that happened the injector writes a JSON line (:class:`Injected`).
 
 ``python -m holdfast.drill.inject RUN_DIRECTORY PLAN.json OUT.jsonl``
 """
@@ -38,7 +38,7 @@ DELAY_S = 0.06
 SPIN_S = 0.0001
 FREED_S_MAX = 2.0
 GONE_S_MAX = 1.0
-HANG_S_MAX = 100.0  # a hang is found, and the victim killed, within this time
+HANG_S_MAX = 100.0  # within this time the run finds a hang and kills the victim
 ACTIONS: dict[Kind, TrapAction] = {
     "kill": TrapAction.HOLD,
     "exception": TrapAction.RAISE,
@@ -56,7 +56,7 @@ SIGNALS: dict[Kind, signal.Signals] = {"stop": signal.SIGSTOP}
 
 
 class InjectionPlan(msgspec.Struct, frozen=True):
-    """The faults to inject, in order; ``seed`` draws the delays."""
+    """The faults to inject, in order. The injector draws its random delays from ``seed``."""
 
     faults: tuple[InjectedFault, ...]
     seed: int
@@ -64,9 +64,11 @@ class InjectionPlan(msgspec.Struct, frozen=True):
 
 
 class Injected(msgspec.Struct, frozen=True):
-    """One fault that happened. ``phase`` and ``step`` are what the first victim's page showed at its death.
+    """One fault that happened.
 
-    ``committed_step`` is the highest step that any page of the run proved as committed just before.
+    ``phase`` and ``step`` are those that the first victim's status page showed after its death. ``committed_step`` is
+    the highest step that any page of the run proved as committed just before the fault. ``moment_ns`` is the time of
+    the fault (CLOCK_MONOTONIC).
     """
 
     number: int
@@ -78,13 +80,13 @@ class Injected(msgspec.Struct, frozen=True):
     step: int
     committed_step: int
     moment_ns: int
-    freed_ns: int = 0  # when the last survivor had left its collectives; 0: a survivor did not report it
+    freed_ns: int = 0  # time at which the last survivor left its collectives; 0: not every survivor reported
 
 
 class FaultInjector:
     """The injector of the faults of a plan, one after the other.
 
-    Each fault waits for the run's recovery from the fault before, unless that was a flipped bit.
+    It injects a fault only after the run has recovered from the fault before, unless that was a flipped bit.
 
     Args:
         run: the run.
@@ -99,7 +101,7 @@ class FaultInjector:
         self._draw = random.Random(plan.seed)
 
     def work(self) -> None:
-        """Inject all faults; return early if the run ends."""
+        """Inject all faults of the plan. Return early if the run ends."""
         for number, fault in enumerate(self.plan.faults):
             injected = self._inject(number, fault)
             if injected is None:
@@ -107,7 +109,7 @@ class FaultInjector:
             with os.fdopen(open_log(self.out), "ab", buffering=0) as file:
                 file.write(msgspec.json.encode(injected) + b"\n")
             if fault.kind not in FLIPS and not self._wait_recovered(injected.moment_ns / 1e9):
-                return  # a flip may be found only after the next fault
+                return  # no wait after a flip, which the run may find only after the next fault
 
     def _wait_recovered(self, since_s: float) -> bool:
         while not self._resumed(since_s):
@@ -121,7 +123,7 @@ class FaultInjector:
         return any(event.t_mono > since_s for event in self.run.all_of("resumed"))
 
     def _wait_workers(self) -> dict[int, PageSeen] | None:
-        """Return all workers of the run once they are alive and beyond their start; None if the run has ended."""
+        """Return all workers of the run once they are alive; None if the run has ended."""
         while True:
             self.run.poll()
             if self.run.ended:
@@ -155,7 +157,8 @@ class FaultInjector:
     def _strike(self, page: Page, fault: InjectedFault, victims: list[PageSeen]) -> tuple[int, int] | None:
         """Inject one fault.
 
-        Return ``(moment_ns, committed_step)``, or None if the victim was replaced before the fault.
+        Returns:
+            ``(moment_ns, committed_step)``, or None if the victim was replaced before the fault.
         """
         if fault.phase == MOMENT:
             if not self._wait_step(page, fault.step, victims[0].pid):
@@ -171,16 +174,16 @@ class FaultInjector:
         if fault.kind in FROM_OUTSIDE:
             time.sleep(self._draw.uniform(0.0, HELD_S_MAX))
             return self._hit(fault.kind, victims)
-        # The injector sees this a poll later, or later still on a busy machine.
+        # The victim wrote the time itself: the injector sees the fault one poll later, or later on a busy machine.
         return page[Word.SPRUNG_NS], self.run.committed_step()
 
     def _strike_in_doubt(
         self, page: Page, fault: InjectedFault, victims: list[PageSeen]
     ) -> tuple[int, int] | None:
-        """Kill a rank that knows that the vote passed while another one, delayed, still waits in the vote.
+        """Kill a rank that knows that the vote passed, while another rank still waits in the vote.
 
-        The delay is a short SIGSTOP at a random moment of the vote, as a busy machine would cause it. If it misses the
-        moment, the step continues and the next step is tried.
+        A short SIGSTOP at a random moment of the vote delays the other rank, as a busy machine would. If the SIGSTOP
+        misses the vote, the step continues and the next step is tried.
         """
         others = [seen for rank, seen in sorted(self.run.workers().items()) if rank != fault.ranks[0]]
         if not others or not self._wait_step(page, fault.step, victims[0].pid):
@@ -198,7 +201,7 @@ class FaultInjector:
                     time.sleep(SETTLE_S)
                     if watched.state() == (step, Phase.VOTE) and page.state() > (step, Phase.VOTE):
                         struck = self._hit("kill", victims)
-                        time.sleep(DELAY_S)  # longer than the fence takes: it must find this rank in its vote
+                        time.sleep(DELAY_S)  # a fence takes less time, and finds this rank in its vote
                         return struck
                 finally:
                     os.kill(slow.pid, signal.SIGCONT)
@@ -221,7 +224,10 @@ class FaultInjector:
         return alive(pid)
 
     def _hit(self, kind: Kind, victims: list[PageSeen]) -> tuple[int, int] | None:
-        """Send the signal; return None if the first victim was already gone."""
+        """Send the signal of ``kind`` to all victims.
+
+        Return the time and the committed step; None if the first victim was gone.
+        """
         committed = self.run.committed_step()
         moment_ns = time.monotonic_ns()
         for victim in victims:
@@ -249,7 +255,7 @@ class FaultInjector:
             and time.monotonic() < deadline_s
         ):
             if fault.kind in HANGS and self._resumed(moment_ns / 1e9):
-                break  # freed, and not killed
+                break  # the run has freed the victim without killing it
             time.sleep(POLL_S)
         step, phase = page.state()
         return Injected(
@@ -279,7 +285,7 @@ class FaultInjector:
 
 
 def read_injected(path: Path) -> list[Injected]:
-    """Return the faults that an injector has written so far."""
+    """Return the faults that an injector has written to ``path`` so far."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)
@@ -287,7 +293,7 @@ def read_injected(path: Path) -> list[Injected]:
 
 
 def main(argv: list[str]) -> None:
-    """Run the injector; ``argv`` is run directory, plan, output."""
+    """Run the injector. ``argv`` is the run directory, the plan file and the output file."""
     directory, plan, out = (Path(argument) for argument in argv)
     FaultInjector(
         ObservedRun(directory), msgspec.json.decode(plan.read_bytes(), type=InjectionPlan), out

@@ -18,7 +18,7 @@ DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of the model and of its data. ``context`` in tokens, ``batch`` in samples per rank and step."""
+    """The shape of the model and of its data. ``context`` is in tokens, ``batch`` in samples per rank and step."""
 
     layers: int
     width: int
@@ -88,12 +88,12 @@ class Gpt(nn.Module):
 
 
 class Stage(nn.Module):
-    """One part of a pipeline: some blocks of a :class:`Gpt`, under the names that they have in the whole model.
+    """One stage of a pipeline: some blocks of a :class:`Gpt`, under the names that they have in the whole model.
 
     Args:
         gpt: the whole model.
-        index: index of this part.
-        parts: number of parts.
+        index: index of this stage.
+        parts: number of stages.
     """
 
     def __init__(self, gpt: Gpt, index: int, parts: int) -> None:
@@ -108,7 +108,10 @@ class Stage(nn.Module):
             self.norm, self.head = gpt.norm, gpt.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return activations (from the last part: logits), computed from activations (in the first part: tokens)."""
+        """Return the stage's output: logits from the last stage, otherwise activations.
+
+        ``x`` are tokens in the first stage, otherwise activations.
+        """
         if self.is_first:
             x = embed(self, x)
         for block in self.blocks.values():
@@ -119,12 +122,15 @@ class Stage(nn.Module):
 
 
 def embed(model: Gpt | Stage, tokens: Tensor) -> Tensor:
-    """Return the activations for the first block, shape ``(batch, context, width)``."""
+    """Return the activations for the first block, shape ``(batch, context, width)``.
+
+    ``tokens``: ``(batch, context)``.
+    """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     x: Tensor = model.tokens(tokens) + model.positions(places)
     return model.statistics(x.flatten(0, 1)).view_as(x)  # type: ignore[no-any-return]
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy, a scalar."""
+    """Return the mean cross entropy of predicted and true next bytes, a scalar."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

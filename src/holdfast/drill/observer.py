@@ -1,4 +1,4 @@
-"""A run observed from outside, by its status pages and its event log only."""
+"""An observer of a run that uses only the run's status pages and its event log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GONE = (Phase.FINISHED, Phase.AFTER, Phase.LEFT)
 
 
 class PageSeen(msgspec.Struct, frozen=True):
-    """The page of one living worker."""
+    """The status page of one living worker."""
 
     path: Path
     member: int
@@ -40,13 +40,13 @@ class ObservedRun:
         self._history = RunHistory()
 
     def poll(self) -> None:
-        """Read new events."""
+        """Read the events that are new in the event log."""
         for event in self._follower.poll():
             self.events.append(event)
             self._history.take(event)
 
     def all_of(self, kind: str) -> list[event_log.Event]:
-        """Return the events of one kind."""
+        """Return all events of one kind that were read so far."""
         return [event for event in self.events if event.kind == kind]
 
     @property
@@ -55,7 +55,7 @@ class ObservedRun:
         return self._history.ended is not None
 
     def workers(self) -> dict[int, PageSeen]:
-        """Return the living workers by rank."""
+        """Return the status page of each living worker, by rank."""
         found: dict[int, PageSeen] = {}
         for page in each_page(self.directory / "pages", PAGE):
             seen = PageSeen(page.path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
@@ -65,15 +65,21 @@ class ObservedRun:
         return found
 
     def broken(self) -> list[str]:
-        """Return the errors of controllers and agents that broke: a successor hides them from the job."""
+        """Return the errors of controllers and agents that broke.
+
+        The job itself does not show these errors, because successors took over.
+        """
         self.poll()
         return broken(self.events)
 
     def committed_step(self) -> int:
-        """Return the highest step that a page shows: ``step`` updates were done before it."""
+        """Return the highest step that any status page shows.
+
+        A step's number is the number of updates before the step.
+        """
         return max((page.state()[0] for page in each_page(self.directory / "pages", PAGE)), default=0)
 
 
 def broken(events: Sequence[event_log.Event]) -> list[str]:
-    """Return the errors with which controllers and agents have ended."""
+    """Return the errors with which controllers and agents ended, one text per error."""
     return [f"{e.kind}: {e.data['error']}" for e in events if e.kind in ("controller_broken", "agent_broken")]

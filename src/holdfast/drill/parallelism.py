@@ -1,4 +1,4 @@
-"""The drill's model divided over its ranks: data, tensor and pipeline parallel, and mixes of them. Plain torch.
+"""The division of the drill's model over its ranks: data, tensor and pipeline parallel, and mixes of them. Plain torch.
 
 ========  ======================================================================================
 ddp       one copy per rank
@@ -35,11 +35,11 @@ class Divided(NamedTuple):
     """The part of the model on one rank.
 
     Attributes:
-        model: the user's own module, with the names of the whole model.
-        network: the wrapped module that forward calls.
+        model: the user's own module, with the parameter names of the whole model.
+        network: the wrapped module, whose forward the training calls.
         copies: the number of ranks, or groups of ranks, that train on different data.
         copy: the number of this rank's copy; None: the rank's own number.
-        group: the copies of this rank's part, if its first rank's buffers count for all.
+        group: the process group of the ranks that hold copies of this part, if its first rank's buffers count for all.
         pipeline: runs forward and backward, if the model is a pipeline.
     """
 
@@ -82,7 +82,7 @@ def _halve(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _copied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Make a tensor-parallel model data parallel."""
-    copied = replicate(model, mesh=mesh)  # the same object, of a class made on the fly
+    copied = replicate(model, mesh=mesh)  # the same object, whose class is now a generated subclass
     assert isinstance(copied, nn.Module)
     return copied
 
@@ -109,7 +109,7 @@ def _pipeline(gpt: Gpt, size: Size, layout: str, world_size: int, micro_batches:
         index,
         SPLIT,
         torch.device("cpu"),
-        # Known beforehand: a rank that joins a running pipeline cannot ask its neighbours.
+        # Shapes given here: a rank that joins a running pipeline cannot ask its neighbours for them.
         input_args=tokens if index == 0 else activations,
         output_args=logits if index == SPLIT - 1 else activations,
         group=mesh.get_group("stages"),
@@ -121,7 +121,10 @@ def _pipeline(gpt: Gpt, size: Size, layout: str, world_size: int, micro_batches:
 
 
 def run_pipeline(pipeline: Any, stage: Stage, tokens: Tensor, targets: Tensor) -> float:
-    """Run forward and backward of one batch over all stages. Return the mean loss, 0 where it is not known."""
+    """Run forward and backward of one batch over all stages.
+
+    Return the mean loss; 0 on stages that do not compute it.
+    """
     losses: list[Tensor] = []
     if stage.is_first:
         pipeline.step(tokens)

@@ -1,4 +1,4 @@
-"""One real run of a training script under ``holdfast run``, observed from outside, with or without an injector."""
+"""A real run of a training script under ``holdfast run``, observed from outside, with or without injected faults."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ STALL_S = 120.0  # a run without any progress for this time is ended
 STOP_S = 10.0
 
 Progress = Callable[[str, int, int], None]
-"""A callback that is called often: name of the run, its current step, number of faults injected so far."""
+"""A callback for progress. Its arguments: name of the run, its current step, number of faults injected so far."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that is over. ``root`` is where its session saved, empty without one."""
+    """The outcome of a run that has ended. ``root`` is the directory of its checkpoints; empty: it had no session."""
 
     directory: Path
     code: int
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def log(self) -> Path:
-        """The file with the output of the launcher."""
+        """The path of the file with the launcher's output."""
         return launcher_log(self.directory)
 
 
@@ -69,7 +69,7 @@ class Runner:
 
     Args:
         base: directory of this drill.
-        nproc: workers.
+        nproc: number of workers.
         command: the words after the flags of ``holdfast run``: a script or ``-m`` and a module, and its arguments.
         progress: see :data:`Progress`.
     """
@@ -83,15 +83,16 @@ class Runner:
     def run(
         self, name: str, extra: Sequence[str] = (), faults: Sequence[InjectedFault] = (), seed: int = 0
     ) -> Outcome:
-        """Run to the end, and return the outcome.
+        """Run the command to its end, and return the outcome.
 
         Args:
             name: name of the run directory below the base.
             extra: more arguments of the script.
             faults: the faults to inject, in order.
+            seed: seed of the injector's random delays.
 
         Raises:
-            ScriptError: the launcher ended before it had made the run.
+            ScriptError: the launcher ended before it had made the run directory.
         """
         directory = self.base / name
         started_s = time.monotonic()
@@ -133,7 +134,7 @@ class Runner:
         return subprocess.Popen([*module, str(directory), str(plan), str(out)], stdin=subprocess.DEVNULL)
 
     def _watch(self, directory: Path, launcher: subprocess.Popen[bytes]) -> bool:
-        """Wait until the launcher ends. Return False if the run has stopped making progress."""
+        """Wait until the launcher ends. Return False if the run stopped making progress before that."""
         run = ObservedRun(directory)
         seen: tuple[int, ...] = ()
         step, moved_s = 0, time.monotonic()
@@ -158,9 +159,14 @@ def launch(
     cwd: Path | None = None,
     **flags: int,
 ) -> subprocess.Popen[bytes]:
-    """Start ``holdfast run`` on ``command`` with these directories and flags. Return the process.
+    """Start ``holdfast run`` in the run directory ``directory``. Return the launcher's process.
 
-    ``cwd``: working directory of the run; None: that of this process.
+    Args:
+        command: the script and its arguments.
+        log: file for the launcher's output.
+        root: directory of the checkpoints.
+        cwd: working directory of the run; None: that of this process.
+        flags: more flags of ``holdfast run``.
     """
     all_flags = {"run_dir": directory.parent, "run_id": directory.name, **flags}
     given = [text for flag, value in all_flags.items() for text in (f"--{flag}", str(value))]
@@ -172,17 +178,17 @@ def launch(
 
 
 def plan_path(directory: Path) -> Path:
-    """Return the file with the injector's orders for the run in ``directory``."""
+    """Return the path of the injector's plan for the run in ``directory``."""
     return directory.with_suffix(".plan.json")
 
 
 def injected_path(directory: Path) -> Path:
-    """Return the file with the faults that the injector has injected."""
+    """Return the path of the file with the faults that were injected into the run in ``directory``."""
     return directory.with_suffix(".injected.jsonl")
 
 
 def failed(directory: Path, code: int) -> ScriptError:
-    """Return the error for an unexpected bad end of a run, with the last lines of its logs."""
+    """Return the error for a run that should have ended well, with the last lines of its logs."""
     said = text(last_words(directory))
     return ScriptError(
         f"the {directory.name} run ended with code {code}:\n{said}", hint=f"less {launcher_log(directory)}"
@@ -190,7 +196,7 @@ def failed(directory: Path, code: int) -> ScriptError:
 
 
 def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:
-    """End a run in any state: with two Ctrl-C first, then by force. No process of it stays."""
+    """End a run, whatever its state, with all its processes: first with two Ctrl-C, then by force."""
     for _ in range(2):
         if launcher.poll() is None:
             launcher.send_signal(signal.SIGINT)
@@ -201,6 +207,6 @@ def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:
         launcher.kill()
         launcher.wait()
     run = RunDir(directory)
-    for name in ("agent", "controller"):  # the agent first: it would restart the others
+    for name in ("agent", "controller"):  # the agent first, because it would restart the controller
         kill_if(run.serving(name), lambda pid, name=name: pid == run.serving(name))  # type: ignore[misc]
     sweep(run)

@@ -1,9 +1,9 @@
-"""The self-test of recovery in place with a torch that is newer than the tested ones.
+"""The self-test of recovery in place, for a torch that is newer than the tested versions.
 
 ``python -m holdfast.drill.selftest`` starts a job of two ranks in the working directory, with a model under DDP and one
-under FSDP2 (replicated). Rank 1 is killed in a backward pass. The job must replace it beside the survivor, without a
-step lost. Both ranks must end with the bits of the same training without a fault. Exit code 0, or 1 with the reason as
-the last line of the output.
+under FSDP2 (replicated). Rank 1 is killed in a backward pass. The job must replace rank 1 while rank 0 keeps its
+process, without a step lost. Both ranks must end with the bits of the same training without a fault. The exit code is
+0, or 1 with the reason as the last line of the output.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _learn(
 
 
 def _strike(gradient: torch.Tensor) -> None:
-    """Kill this process, once, when FSDP2 has finished its part of the backward pass and DDP has not."""
+    """Kill this process, once per job, when FSDP2 has finished its part of the backward pass and DDP has not."""
     if not KILLED.exists():
         KILLED.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -73,13 +73,13 @@ def _weights(models: tuple[nn.Module, nn.Module]) -> torch.Tensor:
 
 
 def job() -> int:
-    """Train one rank plainly, then in a session with a kill. Compare the survivor's weights. Return the exit code."""
+    """Train one rank plainly, then in a session with a kill, and compare the weights. Return the exit code."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     samples = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))
     plain = _models()
     optimizer = _optimizer(plain)
-    for first in range(0, STEPS * BATCH, BATCH):  # a replacement does this alone, and compares nothing
+    for first in range(0, STEPS * BATCH, BATCH):  # a replacement runs this alone; rank 0 compares
         _learn(plain, optimizer, samples[first : first + BATCH] * (rank + 1))
     models = _models()
     optimizer = _optimizer(models)
@@ -97,7 +97,7 @@ def job() -> int:
 
 
 def main() -> int:
-    """Start the job and check what it did. Print the reason of a failure, and return the exit code."""
+    """Start the job and check its outcome. Print the reason of a failure, and return the exit code."""
     if reason := _failure():
         _, failed = private_api.probed()
         print(f"{reason} ({failed[0][0]})" if failed else reason)

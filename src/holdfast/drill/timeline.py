@@ -1,7 +1,8 @@
-"""One line per fault, made from the injected faults and the event log (pure).
+"""Reports of injected faults, made from the injector's records and the event log (pure).
 
 Times are seconds from the fault itself, by the injector's clock, to the event of each phase. If a second fault comes
-during the recovery, the same occurrences of the phases count as in the report of the run (``core.job.fault.reach``).
+during a recovery, an event can occur twice. The occurrence that counts is chosen as in the run's own report
+(``core.job.fault.reach``).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from holdfast.event_log import Event
 class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """One fault and its recovery.
 
-    ``freed_s``: the last survivor had left its collectives; the rest of its step has no peers.
-    ``decision``: the direction of the in-doubt ranks: ``forward``, ``back`` or ``none``.
+    ``freed_s``: seconds until the last survivor had left its collectives. ``decision``: ``forward`` if the step of the
+    in-doubt ranks was kept, ``back`` if it was dropped, ``none`` if no rank was in doubt. ``in_doubt``: number of
+    in-doubt ranks.
     """
 
     kind: str
@@ -44,19 +46,19 @@ class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
     def redone(self) -> bool:
         """True if repeated steps are expected after this fault, so that ``steps_lost`` is no failure.
 
-        This is the case after a flipped bit, or if the lost rank was the only holder of a box and the memory tier had
-        an earlier state.
+        This is so after a flipped bit. It is also so if the lost rank was the only holder of a box, and the box came
+        from the memory tier, which had an earlier state.
         """
         return self.kind in FLIPS or self.action.endswith("_from_memory")
 
     def seconds(self, phase: str) -> float | None:
-        """Return the seconds from the fault to the end of ``phase``, None if it was not reached."""
+        """Return the seconds from the fault to the end of ``phase``; None if the recovery did not reach it."""
         value: float | None = getattr(self, f"{phase}_s")
         return value
 
 
 def fault_reports(injected: Sequence[Injected], events: Iterable[Event]) -> list[InjectedFaultReport]:
-    """Return one report per injected fault, in their order."""
+    """Return one report per injected fault, in the order of ``injected``."""
     log = list(events)
     reports = []
     for index, fault in enumerate(injected):
@@ -97,7 +99,7 @@ def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> Injecte
 
 
 def decisions(events: Iterable[Event]) -> dict[str, int]:
-    """Return how many in-doubt decisions went forward and how many back."""
+    """Return the number of in-doubt decisions by direction: ``forward`` (step kept) and ``back`` (step dropped)."""
     counts = {"forward": 0, "back": 0}
     for event in events:
         if event.kind == "planned" and event.data["decision"] in counts:

@@ -23,7 +23,7 @@ from holdfast.drill.training import (
 
 
 def main() -> None:
-    """Train, then write the digests of this rank's state."""
+    """Train in a session, then write the digests of this rank's state."""
     settings = parse()
     world_size = workers()
     if world_size > 1:

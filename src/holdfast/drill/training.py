@@ -1,7 +1,7 @@
-"""Common parts of the drill's training script and of its twin, the same training without Holdfast (``bare.py``).
+"""The parts that the drill's training script (``train.py``) and the same training without Holdfast (``bare.py``) share.
 
-The parts are arguments, data, model, gradients of a step, and the digest. All of this is plain torch. The loops are in
-the two scripts.
+The parts are arguments, data, model, gradients of a step, and the digest, all in plain torch. The loops are in the two
+scripts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class DrillSettings:
-    """Arguments of the training script."""
+    """The command-line arguments of the drill's training script."""
 
     layout: str
     size: str
@@ -78,9 +78,9 @@ def parse(argv: Sequence[str] | None = None) -> DrillSettings:
 
 
 class Windows(Dataset[Pair]):
-    """Text windows with random augmentation, drawn from the default generators as most datasets do.
+    """A dataset of text windows with random augmentation, drawn from the default generators as most datasets do.
 
-    Item ``index`` is from its own part of the text. The offset in this part, and the masked input bytes, are random.
+    The text is cut into one part per item. The offset of the window in its part and the masked bytes are random.
     """
 
     def __init__(self, text: npt.NDArray[np.uint8], context: int, length: int) -> None:
@@ -92,7 +92,7 @@ class Windows(Dataset[Pair]):
         return self.length
 
     def __getitem__(self, index: int) -> Pair:
-        """Return tokens and next tokens, int64, shape ``(context,)`` each."""
+        """Return the input tokens and the next tokens, int64, shape ``(context,)`` each."""
         part = len(self.text) // self.length
         room = max(1, part - self.context - 1)
         start = min(index * part + random.randrange(room), len(self.text) - self.context - 1)
@@ -105,11 +105,9 @@ class Windows(Dataset[Pair]):
 class DrillTraining:
     """The training of one rank.
 
-    ``network`` is the wrapped module that forward calls; ``model`` (a ``Gpt`` or one stage) is inside.
-
-    ``copy``: the number of this rank's copy among the ranks, or groups of ranks, that train on different data.
-    ``group``:
-    the ranks that take their buffers from the first one of them.
+    ``network`` is the wrapped module that forward calls; ``model`` (a ``Gpt`` or one stage) is inside. ``copy`` is the
+    number of this rank's copy of the model; None: the rank's own number. ``group`` is the process group whose first
+    rank's buffers count for all its ranks.
     """
 
     model: nn.Module
@@ -124,9 +122,9 @@ class DrillTraining:
 
 
 def build(settings: DrillSettings, world_size: int) -> DrillTraining:
-    """Return model, optimizer, scheduler and loader of one rank; the process group exists already.
+    """Return model, optimizer, scheduler and loader of one rank. The process group must exist already.
 
-    With DDP nothing here asks for the rank (the sampler does so itself): a spare can be built to the end.
+    With DDP nothing here needs the rank (the sampler asks for it later), so a spare can build everything.
     """
     size: Size = SIZES[settings.size]
     text = load(size.text_bytes)
@@ -148,7 +146,7 @@ def build(settings: DrillSettings, world_size: int) -> DrillTraining:
 
 
 def micro_batches(batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield the halves of a batch, and whether each is the last one."""
+    """Yield the halves of a batch as (tokens, targets, whether this is the last half)."""
     tokens, targets = batch
     parts = list(zip(tokens.chunk(ACCUMULATION), targets.chunk(ACCUMULATION), strict=True))
     for index, (some_tokens, some_targets) in enumerate(parts):
@@ -156,7 +154,10 @@ def micro_batches(batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, boo
 
 
 def synchronise(network: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Return a context for one micro-batch: gradients are synchronised in the last one only."""
+    """Return a context for forward and backward of one micro-batch.
+
+    Gradients are synchronised between ranks only if ``last``: the micro-batch is the last one of its step.
+    """
     if isinstance(network, FSDPModule):
         network.set_requires_gradient_sync(last)
         return nullcontext()
@@ -167,7 +168,7 @@ def synchronise(network: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 
 def accumulate(parts: DrillTraining, batch: Sequence[Tensor]) -> float:
-    """Run forward and backward over all micro-batches of one step, and return the mean loss of this rank."""
+    """Run forward and backward over all micro-batches of one step. Return the mean loss of this rank."""
     if parts.pipeline is not None:
         assert isinstance(parts.model, Stage)
         return run_pipeline(parts.pipeline, parts.model, batch[0], batch[1])
@@ -181,7 +182,7 @@ def accumulate(parts: DrillTraining, batch: Sequence[Tensor]) -> float:
 
 
 def average_statistics(parts: DrillTraining) -> None:
-    """Average BatchNorm's statistics over all ranks, once per step: HSDP does not keep them equal."""
+    """Average BatchNorm's statistics over all ranks, once per step, because HSDP does not keep them equal."""
     if not isinstance(parts.network, FSDPModule) or parts.pipeline is not None:
         return
     assert isinstance(parts.model, Gpt)
@@ -196,13 +197,13 @@ def average_statistics(parts: DrillTraining) -> None:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of this rank's part."""
+    """Return the bytes of this rank's part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().contiguous().numpy().tobytes()
 
 
 def digest_tensors(named: Iterator[tuple[str, Tensor]]) -> str:
-    """Return the xxh3-128 digest over names, types, shapes and bytes, in the order given."""
+    """Return the xxh3-128 digest over names, types, shapes and bytes of tensors, in the order given."""
     total = xxhash.xxh3_128()
     for name, tensor in named:
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -211,7 +212,7 @@ def digest_tensors(named: Iterator[tuple[str, Tensor]]) -> str:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state entries of the optimizer in the order of parameters and names."""
+    """Yield names and tensors of the optimizer's state, in the order of the parameters and then of the names."""
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         entries = optimizer.state[parameter]
         for key in sorted(entries):
@@ -221,7 +222,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The digests of one rank's state after training. ``loss``: loss of the last step; None: the rank joined later."""
+    """The digests of one rank's state after training. ``loss`` is that of the last step; None: it trained no step."""
 
     rank: int
     world_size: int
@@ -236,7 +237,7 @@ class RankResult:
 def result_of(
     parts: DrillTraining, settings: DrillSettings, world_size: int, loss: float | None
 ) -> RankResult:
-    """Return the digests of everything that training changes."""
+    """Return the digests of everything that the training of this rank changes."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
     plan = json.dumps([parts.scheduler.last_epoch, [group["lr"] for group in groups]])
     return RankResult(
@@ -252,7 +253,7 @@ def result_of(
 
 
 def write_result(result: RankResult, directory: Path) -> None:
-    """Write one file per rank, replaced in one piece."""
+    """Write the result file of one rank into ``directory``, by an atomic rename."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank-{result.rank:05d}.json"
     partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -261,7 +262,7 @@ def write_result(result: RankResult, directory: Path) -> None:
 
 
 def workers() -> int:
-    """Return the world size from the launcher's environment; 1 without one."""
+    """Return the world size from the launcher's environment; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -271,7 +272,7 @@ def rank() -> int:
 
 
 def offer_faults(parts: DrillTraining, world_size: int) -> None:
-    """Register the faults that only this rank itself can execute for a drill's injector."""
+    """Register the faults that this rank must execute itself (deadlock, flipped bits), for a drill's injector."""
     client = WorkerClient.current()
     if client is None or world_size == 1:
         return
@@ -283,7 +284,7 @@ def offer_faults(parts: DrillTraining, world_size: int) -> None:
 
 
 def flip_bit(tensors: Iterator[Tensor]) -> None:
-    """Change one bit, in place, of the first nonzero number in this rank's part: a factor of 2 or 1/2."""
+    """Change one bit of the first nonzero number in this rank's part of ``tensors``, in place: a factor of 2 or 1/2."""
     for tensor in tensors:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
         nonzero = local.nonzero()

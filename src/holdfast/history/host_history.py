@@ -1,4 +1,4 @@
-"""The hosts of a job of several, read from its event log: which are connected, will leave, or are left out."""
+"""The hosts of a run on several hosts, from its event log: which are connected, will leave, or are left out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from holdfast.text import plural, span
 
 
 class HostView(msgspec.Struct):
-    """One host of several. ``gone``: how it left; empty while it is connected to this host. ``leaves``: sources of the
-    notices that it will leave. ``leaves_at``: the deadline of these notices (Unix time); None: no deadline.
-    ``left_out``: why it has no ranks although it is connected; empty: it may have some.
+    """One of several hosts of a run.
+
+    ``gone``: how it left; empty: it is connected to this host. ``leaves``: sources of the notices that it will leave.
+    ``leaves_at``: the earliest deadline of these notices (Unix time); None: no deadline. ``left_out``: the reason why
+    it gets no ranks although it is connected; empty: it may get ranks.
     """
 
     name: str
@@ -29,16 +31,19 @@ class HostView(msgspec.Struct):
 
 
 class HostHistory:
-    """The history of the hosts, from the events of a log. ``warnings``: new lines for the console are added there."""
+    """The history of all hosts, from the events of a log.
+
+    New lines for the console are added to the list ``warnings``.
+    """
 
     def __init__(self, warnings: list[str]) -> None:
         self._warnings = warnings
-        self._gone: dict[str, str] = {}  # by name: why it is gone; empty: it is connected
+        self._gone: dict[str, str] = {}  # by node: how it left; empty: it is connected
         self._notices: dict[str, dict[str, float | None]] = {}  # deadline by node and source
-        self._left_out: dict[str, str] = {}  # why, by name
+        self._left_out: dict[str, str] = {}  # by node: the reason
 
     def take(self, event: Event) -> None:
-        """Add one event of any kind."""
+        """Apply one event of the log, of any kind."""
         data = event.data
         node = str(data.get("node", ""))
         match event.kind:
@@ -71,7 +76,7 @@ class HostHistory:
                 self._warnings.append(f"{node} may have ranks again: {data['reason']}")
 
     def views(self, ranks_on: Callable[[str], list[int]]) -> list[HostView]:
-        """Return all hosts in the order of their numbers, each with the ranks that ``ranks_on`` returns."""
+        """Return all hosts in the order of their node numbers. ``ranks_on`` returns the ranks on a host."""
         names = sorted(self._gone, key=lambda name: node_order(NodeId(name)))
         return [self._view(name, [] if self._gone[name] else ranks_on(name)) for name in names]
 

@@ -1,10 +1,14 @@
-"""The time of a run that was no training, by cause, from its event log.
+"""The time of a run in which no training progressed, by cause, from its event log.
 
-Theory. Goodput is the time of a run that remains without these: its **start** (until all sessions are open),
-times in which it **stands still** (until a hang is found), **recoveries** (from a fault to the next committed step),
-steps that are **redone**, the time that steps wait for a **save**, the cost of **slow** ranks beyond the time of the
-others, and its **end** (from the last step until all processes are gone). The time of redone steps is a share of the
-remaining time, because all steps are assumed to take equally long.
+Theory. Goodput is the time of a run without these times:
+- its **start** (until all sessions are open),
+- times in which it **stands still** (until a hang is found),
+- **recoveries** (from a fault to the next committed step),
+- steps that are **redone**,
+- the time that steps wait for a **save**,
+- the time in which the other ranks wait for **slow** ranks,
+- its **end** (from the last step until all processes are gone).
+The time of redone steps is computed as a share of the remaining time, as if all steps took equally long.
 """
 
 from __future__ import annotations
@@ -21,19 +25,25 @@ Times = tuple[float, float]  # from, to; Unix time
 
 
 class Straggler(NamedTuple):
-    """A slow rank: since when (Unix time), the ratio of its step time to that of the others, and its median step."""
+    """A slow rank.
+
+    Attributes:
+        since: when it was found slow; Unix time.
+        ratio: its step time divided by that of the other ranks.
+        busy_s: its median step time.
+    """
 
     since: float
     ratio: float
     busy_s: float
 
     def lost_s(self, until: float) -> float:
-        """Return the seconds, up to the time ``until``, in which the other ranks have waited for this rank."""
+        """Return the seconds before the Unix time ``until`` in which the other ranks have waited for this rank."""
         return (1.0 - 1.0 / self.ratio) * max(0.0, until - self.since)
 
 
 class LostTime:
-    """The sum of lost times, from the events of a log."""
+    """The sums of the lost times, from the events of a log."""
 
     def __init__(self) -> None:
         self._opened_at = 0.0
@@ -42,10 +52,10 @@ class LostTime:
         self._still: list[Times] = []
         self._saves: dict[tuple[int, str], float] = {}  # step, kind -> the longest wait of a rank
         self.slow: dict[int, Straggler] = {}  # by rank
-        self._slow_s = 0.0  # of stragglers that are slow no more
+        self._slow_s = 0.0  # seconds lost by ranks that are not slow any more
 
     def take(self, event: Event) -> None:
-        """Add one event of any kind."""
+        """Apply one event of the log, of any kind."""
         data = event.data
         match event.kind:
             case "session_opened":
@@ -60,12 +70,12 @@ class LostTime:
                 self._still_from = 0.0
             case "saved":
                 waits = "stall_s" if data["save_kind"] == "periodic" else "duration_s"
-                waited_s = float(data.get(waits, 0.0))  # older versions have written less
+                waited_s = float(data.get(waits, 0.0))  # older versions have not written this field
                 save = int(data["step"]), str(data["save_kind"])
                 self._saves[save] = max(waited_s, self._saves.get(save, 0.0))
             case "straggler":
                 rank = int(data["rank"])
-                self._end_slow(event.t_wall, [rank])  # known, and found again by a new controller
+                self._end_slow(event.t_wall, [rank])  # a new controller may find a known slow rank again
                 self.slow[rank] = Straggler(event.t_wall, float(data["ratio"]), float(data["busy_s"]))
             case "straggler_gone":
                 self._end_slow(event.t_wall, [int(data["rank"])])
@@ -82,10 +92,11 @@ class LostTime:
     def seconds(
         self, begun: float, now: float, recoveries: Sequence[Times], still_s: float, steps: tuple[int, int]
     ) -> dict[str, float]:
-        """Return the lost seconds by cause, without the causes that lost none.
+        """Return the lost seconds by cause. Causes that lost no time are left out.
 
         Args:
-            begun, now: start of the run, and the present time or its end; Unix time.
+            begun: start of the run; Unix time.
+            now: the present time, or the end of the run; Unix time.
             recoveries: begin and end of the recovery of each fault; Unix time.
             still_s: seconds since any rank made progress.
             steps: the number of steps that count, and the number of redone steps.
@@ -108,7 +119,7 @@ class LostTime:
 
 
 def _covered(times: Iterable[Times], first: float, last: float) -> float:
-    """Return the seconds between ``first`` and ``last`` that are in at least one of these times."""
+    """Return the seconds between ``first`` and ``last`` that lie in at least one of the given times."""
     covered_s, until = 0.0, first
     for begin, end in sorted(times):
         covered_s += max(0.0, min(end, last) - max(begin, until))

@@ -1,10 +1,10 @@
 """The history of a run: the one fold of its event log into typed facts, for every reader that shows or judges a run.
 
 Theory. Status, report, launcher, doctor and drill read the same log. All facts that they need are derived here: the
-faults with their phases and answers, the seats of the ranks, the steps, the checkpoints, the end. Each reader adds its
-own words only. A successor of the controller folds the log with ``core.job.log_replay``. That fold refuses a record of
-a wrong form, because decisions depend on the record. The fold of this module ignores unknown kinds and accepts the
-shorter records of older versions. A test keeps the facts of both folds equal.
+faults with their phases and answers, the seats of the ranks, the steps, the checkpoints, the end. The readers add only
+words. A successor of the controller uses another fold, ``core.job.log_replay``. It refuses a record of a wrong form,
+because decisions depend on the record. The fold of this module ignores unknown kinds and accepts the shorter records of
+older versions. A test keeps the facts of both folds equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.history.host_history import HostHistory
 from holdfast.history.lost_time import LostTime
 
 STEPPING = frozenset({"session_opened", "planned", "finished", "agent_ended", "run_ended"})
-"""Events whose ``step`` the job has reached."""
+"""Kinds of events whose field ``step`` is a step that the job has reached."""
 WARNINGS = {
     "root_not_shared": "{root} is not the same directory on {nodes}: checkpoints of several nodes need shared storage, "
     "without it a lost node costs everything",
@@ -40,7 +40,7 @@ WARNINGS = {
 
 
 class FaultView(msgspec.Struct):
-    """One fault. ``phases``: seconds from the fault to the end of each phase of its recovery."""
+    """One fault and its recovery. ``phases``: seconds from the fault to the end of each phase of the recovery."""
 
     number: int
     at: float  # Unix time
@@ -64,12 +64,12 @@ class FaultView(msgspec.Struct):
 
     @property
     def recovered_s(self) -> float | None:
-        """Seconds from the fault to the next committed step, None before that step."""
+        """Seconds from the fault to the next committed step; None: no step was committed since."""
         return self.phases.get("resumed")
 
 
 class RunHistory:
-    """The history of a run, from the events of its log."""
+    """All facts about a run, from the events of its log."""
 
     def __init__(self) -> None:
         self.attempt = -1
@@ -97,13 +97,13 @@ class RunHistory:
         self._save_s = 0.0  # duration of the share that was written last
         self._unsaved_step = -1
         self.hosts = HostHistory(self.warnings)
-        self.exits: dict[int, dict[str, Any]] = {}  # member id -> how it ended, and the size of its log then
+        self.exits: dict[int, dict[str, Any]] = {}  # member id -> its end, and the size of its log then
         self.losses = LostTime()
-        self._open: list[tuple[FaultView, float]] = []  # with its time, CLOCK_MONOTONIC
+        self._open: list[tuple[FaultView, float]] = []  # unrecovered faults, and CLOCK_MONOTONIC
 
     @classmethod
     def read(cls, events: Iterable[Event]) -> Self:
-        """Return the history after all of these events, oldest first."""
+        """Return the history after the events ``events``, oldest first."""
         history = cls()
         for event in events:
             history.take(event)
@@ -121,11 +121,11 @@ class RunHistory:
 
     @property
     def last_fault(self) -> FaultView | None:
-        """The newest fault."""
+        """The newest fault; None: there was no fault."""
         return self.faults[-1] if self.faults else None
 
     def take(self, event: Event) -> None:
-        """Add one event of any kind; unknown kinds are ignored."""
+        """Apply one event of the log. Unknown kinds are ignored."""
         self.heard_at = max(self.heard_at, event.t_wall)
         self.losses.take(event)
         self.hosts.take(event)
@@ -143,7 +143,7 @@ class RunHistory:
     def _warn(self, event: Event) -> None:
         lists = {key: ", ".join(value) for key, value in event.data.items() if isinstance(value, list)}
         text = WARNINGS[event.kind].format_map(event.data | lists)
-        if event.kind != "versions_differ" or text not in self.warnings:  # a new agent meets the others again
+        if event.kind != "versions_differ" or text not in self.warnings:  # a restarted agent reports it again
             self.warnings.append(text)
 
     def _on_generation_started(self, event: Event, data: dict[str, Any]) -> None:
@@ -157,13 +157,13 @@ class RunHistory:
         self._seat(data["ranks"], data)
         self.members |= dict(zip(data["members"], data["ranks"], strict=True))
         for fault, _ in self._open:
-            # Lost before its join: no new decision is made.
+            # A newcomer was lost before its join. The controller makes no new decision for it.
             if not fault.action and fault.rank in data["ranks"]:
                 fault.action = "replace"
                 fault.reason = "it was lost before it had joined: the decision stands"
 
     def _seat(self, ranks: Iterable[int], data: dict[str, Any]) -> None:
-        nodes = data.get("nodes", ())  # older versions have written less
+        nodes = data.get("nodes", ())  # older versions have not written this field
         self._nodes.update(zip(data["members"], nodes, strict=False))
         for rank, node, local_rank in zip(ranks, nodes, data.get("local_ranks", ()), strict=False):
             self.places.setdefault((self.attempt, rank), {})[node] = local_rank
@@ -190,7 +190,7 @@ class RunHistory:
         self.exits[int(data["member_id"])] = data
 
     def ranks_on(self, node: str) -> list[int]:
-        """Return the ranks that were last placed on this node, according to this log."""
+        """Return the ranks whose newest process is on this node, according to this log."""
         newest = {rank: member for member, rank in sorted(self.members.items())}
         return sorted(rank for rank, member in newest.items() if self._nodes.get(member) == node)
 

@@ -1,1 +1,1 @@
-"""Integrations of Hugging Face's ``Trainer``, Lightning, Megatron-core and Ray."""
+"""The integrations of Hugging Face's ``Trainer``, Lightning, Megatron-core and Ray."""

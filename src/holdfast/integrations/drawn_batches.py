@@ -1,10 +1,10 @@
-"""Comparison of the batches that a framework's own loop draws with those that an earlier process drew.
+"""The comparison of the batches that a framework's own loop draws with the batches that an earlier process drew.
 
 Theory. See ``session/loops/batch_digest.py``. A framework draws its batches itself, often one batch before the step
-that uses it. So a batch is identified by its place: the epoch, and its number in this rank's share of the epoch. This
-rank keeps the record of one batch: the newest batch that the step trains on. The record is among the plain values of
-the step, from the start of the block. The next process compares when it draws the batch at that place: in the step that
-was in flight, or after it was sent back by one batch.
+that uses it. So a batch is identified by the epoch and its number in this rank's share of the epoch. This rank keeps a
+record (epoch, number, digest) of one batch: the newest batch that the step trains on. The record is among the plain
+values of the step, from the start of the block. The next process with this rank compares when it draws that batch. It
+draws the batch for the repeated step, or before its first step, only to compare it.
 
 Invariants:
 1. A batch that differs raises an error before the step of that batch begins.
@@ -24,14 +24,14 @@ from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.session.loops.batch_digest import another_batch
 
 KEPT_MAX = 64
-"""Number of the kept digests of recent batches: more than a framework draws ahead, or uses in one step."""
+"""Number of recent batches whose digests are kept: more than a framework draws ahead, or uses in one step."""
 
 
 class DrawnBatches:
     """The batches that one rank draws.
 
     Args:
-        expected: the record of the earlier process with this rank; None: there was none, or it is not known.
+        expected: the record of the earlier process with this rank; None: there was no process, or no record.
         verify: True to compare batches; otherwise nothing is done.
 
     Attributes:
@@ -51,12 +51,16 @@ class DrawnBatches:
         self._digests: dict[tuple[int, int], int] = {}
 
     def expects(self, epoch: int, batch: int) -> bool:
-        """Return True if the batch at this place will be compared when it is drawn."""
+        """Return True if batch number ``batch`` of the epoch will be compared when it is drawn."""
         known = self._expected
         return self._verify and known is not None and (known["epoch"], known["batch"]) == (epoch, batch)
 
     def saw(self, epoch: int, batch: int, drawn: Any, loader: Any) -> None:
-        """Record and compare a batch of ``loader``. Raises: DataError: it differs from that of the earlier process."""
+        """Record a batch that was drawn from ``loader``, and compare it if its record is known.
+
+        Raises:
+            DataError: the batch differs from the one of the earlier process.
+        """
         if not self._verify:
             return
         found = digest_of_batch(drawn)
@@ -68,13 +72,13 @@ class DrawnBatches:
             del self._digests[next(iter(self._digests))]
 
     def trains(self, epoch: int, batch: int) -> None:
-        """Record that this batch is the last one that the open or next step trains on."""
+        """Record that this batch is the last one that the current or the next step trains on."""
         found = self._digests.get((epoch, batch))
         known = {"epoch": epoch, "batch": batch, "digest": found, "world": self._world}
         self.record = None if found is None else known
 
     def draw(self, feed: Feed, loader: Any) -> Any:
-        """Return the next batch of ``feed``, for the step that begins next. Raises: DataError: as :meth:`saw`."""
+        """Return the next batch of ``feed``, for the step that begins next. Raises: DataError: see :meth:`saw`."""
         place = feed.place()
         drawn = feed.draw()
         self.saw(place["epoch"], place["batch"], drawn, loader)
@@ -82,7 +86,7 @@ class DrawnBatches:
         return drawn
 
     def seek(self, feed: Feed, place: Mapping[str, int], loader: Any) -> None:
-        """Move ``feed`` to ``place``. An expected batch is drawn first, only to be compared."""
+        """Move ``feed`` to the position ``place``. If a batch is expected, draw it before, only to compare it."""
         known = self._expected
         if known is not None and self._verify:
             feed.seek({name: known[name] for name in ("epoch", "batch")})

@@ -1,7 +1,7 @@
-"""Megatron-core: ``declare(model)`` declares to the store which part of each weight this rank holds.
+"""The integration of Megatron-core: ``declare(model)`` declares which part of each weight this rank holds.
 
 Megatron marks a tensor-parallel weight (``tensor_model_parallel``, ``partition_dim``) and keeps its part as a plain
-tensor. Without a declaration, all parts of one name would be taken for copies of each other. Pipeline stages number
+tensor. Without a declaration, the store takes all parts of one name for copies of each other. Pipeline stages number
 their layers from 0, so give each stage its own name in the session, ``model={f"stage{rank}": chunk}``.
 """
 
@@ -20,7 +20,8 @@ def declare(model: nn.Module, rank: int | None = None, world_size: int | None = 
 
     Args:
         model: a module with Megatron's marks on its parameters.
-        rank, world_size: rank in the tensor-parallel group, and its size; Megatron's own by default.
+        rank: rank in the tensor-parallel group; None: Megatron's own.
+        world_size: size of that group; None: Megatron's own.
 
     Raises:
         UnsupportedError: a strided partition, whose parts are no rectangles of the weight.

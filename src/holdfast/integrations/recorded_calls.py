@@ -1,7 +1,7 @@
-"""The recorded calls of one step in another library's loop: run again, in order, when the step is aborted.
+"""The recorded calls of one step in another library's loop. They run again, in order, when the step is aborted.
 
-Invariant: the seed of a call depends on its index in the step. What a framework draws between two calls therefore does
-not change the random numbers of the second one.
+Invariant: the seed of a call depends on its index in the step. Random numbers that a framework draws between two calls
+therefore do not change the random numbers of the second call.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from holdfast.session.steps.step import Step
 
 
 def is_newcomer() -> bool:
-    """Return True if this process replaces a lost one and does not communicate yet. The other ranks are ahead of it."""
+    """Return True if this process replaces a lost one and has not joined the other ranks yet. They are ahead of it."""
     client = WorkerClient.current()
     return client is not None and client.joining
 
 
 class RecordedCalls:
-    """The steps of a session, one after the other, with the calls of each.
+    """The steps of a session, one after the other, with the recorded calls of each step.
 
     Attributes:
         step: the current step.
-        is_open: its block is open.
+        is_open: True while the block of the step is open.
     """
 
     def __init__(self, steps: Iterator[Step]) -> None:
-        """Take the first step of ``steps``, the steps of the session."""
+        """Take the first step from ``steps``, the iterator of the session's steps."""
         self._steps = steps
         self._remembered: list[Callable[[], Any]] = []
         self._seed = 0
@@ -40,19 +40,19 @@ class RecordedCalls:
         self.is_open = False
 
     def begin(self) -> None:
-        """Open the block; do nothing if it is open."""
+        """Open the block of the current step. If the block is open, do nothing."""
         if not self.is_open:
             self._enter()
             self.is_open = True
 
     def do(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` and return its result. After an abort, run it again with all calls before it."""
+        """Record and run ``call``, and return its result. After an abort, run all calls of the step again in order."""
         seeded = partial(self._seeded, len(self._remembered), call)
         self._remembered.append(seeded)
         return self._run([seeded])
 
     def commit(self) -> None:
-        """End the block, and return when the step counts."""
+        """End the block, and return when the step is committed."""
         while True:
             self.step.__exit__(None, None, None)
             if self.step.committed:
@@ -63,14 +63,14 @@ class RecordedCalls:
         self.is_open = False
 
     def follow(self) -> bool:
-        """Move to the next step. Return False if none follows."""
+        """Move to the next step of the session. Return False if there is none."""
         following = next(self._steps, None)
         if following is not None:
             self.step = following
         return following is not None
 
     def _run(self, calls: list[Callable[[], Any]]) -> Any:
-        """Run ``calls`` in the open block, and after each abort all calls of the step. Return the last result."""
+        """Run ``calls`` in the open block. After each abort run all calls of the step. Return the last result."""
         while True:
             try:
                 for call in calls:
@@ -85,7 +85,7 @@ class RecordedCalls:
                 return result
 
     def _again(self) -> None:
-        """Enter the aborted step again."""
+        """Open the block of the aborted step again."""
         self.step = next(self._steps)
         self._enter()
 

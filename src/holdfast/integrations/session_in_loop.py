@@ -2,8 +2,8 @@
 
 Theory. ``with step:`` normally owns the body of the loop, so that it can run an aborted step again. A framework owns
 its loop and calls back. So the calls that make up one step are recorded as they come (``recorded_calls.py``). When the
-step is aborted, wherever that shows, its block is opened again and the recorded calls run again in order, before the
-framework continues. For the framework its call has only taken longer.
+step is aborted, its block is opened again and the recorded calls run again in order. This happens inside the call of
+the framework that finds the abort, so for the framework this call only takes longer.
 
 Rules for the caller:
 1. A recorded call may run several times: it takes its inputs from copies and has no other effect than gradients.
@@ -30,10 +30,10 @@ class Replay:
     Attributes:
         position: the position of the framework's loop at the step from which the session was resumed; empty without a
             resume.
-        own: plain values of this rank alone that were committed with that position; None if they are not known.
-        drawn: the batches of this rank, compared with those that the process before it drew.
-        may_differ: the position may differ between ranks, in metrics of their own data and in times; no warning is
-            given.
+        own: plain values of this rank alone that were committed with that position; None: they are not known.
+        drawn: the batches of this rank, compared with the batches that the process before it drew.
+        may_differ: True: the position may differ between ranks (metrics of their own data, times), so the session
+            does not warn.
         shows_committed_steps: the result of ``state_dict`` changes only when a step commits, so no step copies it.
     """
 
@@ -41,7 +41,7 @@ class Replay:
     shows_committed_steps = True
 
     def __init__(self, **arguments: Any) -> None:
-        """Open the session with the ``arguments`` of :func:`holdfast.session`. Its errors are raised here."""
+        """Open the session with the ``arguments`` of :func:`holdfast.session`. Raises: the errors of that function."""
         self.position: dict[str, Any] = {}
         self._committed: tuple[int, dict[str, Any]] = (-1, {})
         self._session: Session | None = None
@@ -60,24 +60,24 @@ class Replay:
         """True while the block of a step is open."""
         return self._calls.is_open
 
-    # ------------------------------------------------------------------ what the session saves
+    # ------------------------------------------------------------------ called by the session
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loop at the session's step. Any thread may ask, also during a commit."""
+        """Return the position of the loop at the session's step. Callable from any thread, also during a commit."""
         step, value = self._committed
         return value if self._session is not None and self._session.step == step else self.position
 
     def load_state_dict(self, value: dict[str, Any]) -> None:
-        """Take over the position from a checkpoint."""
+        """Take over the position ``value`` from a checkpoint."""
         self.position = value
 
-    # ------------------------------------------------------------------ what the framework calls
+    # ------------------------------------------------------------------ called by the framework's integration
 
     def begin(self, own: Any = None) -> None:
-        """Open the block of the next step; do nothing if it is open.
+        """Open the block of the next step. If a block is open, do nothing.
 
         Args:
-            own: plain values of this rank alone, from which the step begins; None: those of the last commit.
+            own: plain values of this rank alone at the start of the step; None: the values of the last commit.
         """
         if not self._calls.is_open:
             self.own = self.own if own is None else own
@@ -89,11 +89,11 @@ class Replay:
         return self._calls.do(call)
 
     def remembering(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``call`` wrapped, so that each use of it is a part of the step."""
+        """Return a wrapper of ``call``. Each use of the wrapper is a recorded part of the step."""
         return wraps(call)(lambda *args, **kwargs: self.do(partial(call, *args, **kwargs)))
 
     def commit(self, position: dict[str, Any], own: Any = None) -> None:
-        """End the block, after which the step counts.
+        """End the block, and return when the step is committed.
 
         Args:
             position: the position of the loop after the step (plain values or tensors).
@@ -115,17 +115,20 @@ class Replay:
             self._session.own = {"own": self.own, "drawn": self.drawn.record}
 
     def amend(self, position: dict[str, Any]) -> None:
-        """Set the position again, after work of all ranks since the step ended: a newcomer begins after that work."""
+        """Replace the position after work that all ranks have done since the step ended.
+
+        A newcomer begins after that work.
+        """
         self._committed = (self._committed[0], position)
         self.position = position
         if self._session is not None:
             self._session.framework_stands()
 
     def close(self, error: BaseException | None) -> None:
-        """Close the session at the end of training, or with the ``error`` that ends it; do nothing if it is closed.
+        """Close the session at the end of training, or with the ``error`` that ends it. If it is closed, do nothing.
 
         Raises:
-            SystemExit: as :meth:`commit`.
+            SystemExit: see :meth:`commit`.
         """
         session, self._session = self._session, None
         if session is not None:
@@ -133,14 +136,14 @@ class Replay:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Announce work between two steps that may take long; do nothing without a name or a session."""
+        """Announce work between two steps that may take long. Without a name or a session, do nothing."""
         with self._session.section(name) if self._session is not None and name else nullcontext():
             yield
 
 
 @contextmanager
 def closing(replay: Callable[[], Replay | None]) -> Iterator[None]:
-    """Close the session, if there is one, when an exception leaves the body."""
+    """Close the session of ``replay()``, if there is one, when an exception leaves the ``with`` body."""
     try:
         yield
     except BaseException as error:

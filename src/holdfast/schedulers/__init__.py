@@ -1,1 +1,1 @@
-"""Schedulers: the description of a job in their environment, and the scripts and manifests that start one."""
+"""Support for schedulers: a job's description read from their environment, and scripts and manifests for them."""

@@ -10,10 +10,10 @@ from holdfast.schedulers.sbatch import AGAIN
 
 
 def ending_of(codes: Iterable[int]) -> int:
-    """Return the exit code of a job from those of its launchers: 0 if one of them is 0.
+    """Return the exit code of a job from the codes of its launchers: 0 if one of them is 0.
 
-    Otherwise codes that another start would not change come first, then codes that ask for another start. A negative
-    code means that the launchers were killed by this signal.
+    Otherwise a code that another start would not change has precedence over a code that asks for another start. A
+    negative code -N means that signal N killed all launchers.
 
     Args:
         codes: the exit codes of the launchers, at least one.

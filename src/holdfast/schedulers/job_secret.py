@@ -1,4 +1,4 @@
-"""The secret of a job whose nodes share a directory: the first node makes it, the others read it."""
+"""The secret of a job whose nodes share a directory: the first node makes a file with it, the others read the file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LOOK_S = 0.2
 def job_token(path: Path, *, makes: bool, wait_s: float) -> None:
     """Make sure that the file of the secret exists, is complete, and belongs to this user.
 
-    A file of an earlier start of the same job is kept: it is still secret if no other user could read it. The name
-    appears with its content (as a link to a finished file), so that no reader sees a part of it.
+    A file from an earlier start of the same job is kept: it is still secret if no other user could read it. The file
+    appears complete under its name (as a link to a finished file), so no reader sees a part of it.
 
     Args:
         path: the file, in a directory that all nodes share.
@@ -28,7 +28,7 @@ def job_token(path: Path, *, makes: bool, wait_s: float) -> None:
     Raises:
         UsageError: the file cannot be made here.
         AuthError: the file belongs to another user, or is no plain file.
-        NotMet: it did not appear in time.
+        NotMet: the file did not appear in time.
     """
     deadline_s = time.monotonic() + wait_s
     if makes:
@@ -53,7 +53,7 @@ def _make(path: Path) -> None:
                 file.write(secrets.token_hex(TOKEN_SIZE_BYTES) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):  # an earlier start of the job has made it
+            with contextlib.suppress(FileExistsError):  # an earlier start of the job has made the file
                 os.link(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -65,7 +65,11 @@ def _make(path: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return True if the secret exists as a plain file of this user, and False if it is missing. Raises: AuthError."""
+    """Return True if the secret exists as a plain file of this user, False if it is missing.
+
+    Raises:
+        AuthError: it exists in another form, or cannot be looked for.
+    """
     try:
         os.listdir(path.parent)  # makes a network file system ask its server again
         found = path.lstat()

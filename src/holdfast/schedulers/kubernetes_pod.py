@@ -6,17 +6,20 @@ from collections.abc import Mapping
 
 from holdfast.errors import UsageError
 
-MARK, MARKED = "HOLDFAST_SCHEDULER", "kubernetes"  # a manifest of `holdfast submit k8s` sets it
+MARK, MARKED = "HOLDFAST_SCHEDULER", "kubernetes"  # variable that a manifest of `holdfast submit k8s` sets
 INDEX = "JOB_COMPLETION_INDEX"
 
 
 def node_rank(env: Mapping[str, str]) -> int | None:
-    """Return the number of this node, which is the index of its pod; None without a manifest of Holdfast.
+    """Return the number of this node, which is the index of its pod; None in a pod without a manifest of Holdfast.
 
-    An index alone is not enough: each task of an Indexed Job may be a separate job.
+    An index alone is not enough, because each task of an Indexed Job may be a separate training job.
+
+    Args:
+        env: environment of the process.
 
     Raises:
-        UsageError: the pod is from such a manifest, but has no index.
+        UsageError: the pod is from a manifest of Holdfast, but has no index.
     """
     if env.get(MARK) != MARKED:
         return None

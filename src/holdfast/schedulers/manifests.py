@@ -1,7 +1,7 @@
-"""Kubernetes objects that run a job with Holdfast: a Job, a JobSet, or a TrainJob of Kubeflow, and what they need.
+"""Kubernetes objects that run a job with Holdfast: a Job, a JobSet, or a TrainJob of Kubeflow, and their dependencies.
 
-All functions are pure functions of a :class:`Pods`. All three forms end in the same Indexed Job with one pod per node.
-The index of a pod is the number of its node. Indexes from ``nodes`` on are spares.
+All functions are pure functions of a :class:`Pods`. In all three forms an Indexed Job runs one pod per node. The index
+of a pod is the number of its node. Pods with an index of ``nodes`` or greater are spares.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Object = dict[str, Any]
 
 PORT = 29500
-CONTACTS_MAX = 3  # with one alone, a restarted pod 0 would dial only its own name
-NODE = "node"  # the container, and the replicated job
+CONTACTS_MAX = 3  # several contacts, because with one a restarted pod 0 would dial only its own name
+NODE = "node"  # name of the container, and of the replicated job
 TOKEN_DIR, RUNS_DIR, SHM_DIR = "/etc/holdfast", "/var/lib/holdfast/runs", "/dev/shm"
 SECRET_MODE = 0o400
 MARGIN_S = 30
-LOST_MAX = 16  # pods that were killed (137, ...) other than by a disruption, before the Job fails
+LOST_MAX = 16  # number of pods killed (137, ...) without a disruption, after which the Job fails
 RIGHTS_GROUP = "rbac.authorization.k8s.io"
 NODE_READER = "holdfast-node-reader"
-NAME_LENGTH_MAX = 40  # it is a part of the names of pods, and of their host names
+NAME_LENGTH_MAX = 40  # the job's name is a part of the names and host names of its pods
 ENDS = (Exit.FAILED, Exit.USAGE, Exit.BAD_INPUT, Exit.INTERNAL, Exit.BUDGET, Exit.INTERRUPTED)
-"""Codes after which a new pod would end in the same way."""
+"""Exit codes after which a new pod would end in the same way."""
 AGAIN = (Exit.UNMET, Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED)
-"""Codes after which a new pod continues the job."""
+"""Exit codes after which a new pod continues the job."""
 
 
 @dataclass(frozen=True)
 class Pods:
-    """The input of all objects.
+    """The description of a job, from which all objects are made.
 
-    ``nodes`` pods hold ranks; ``spares`` further pods wait. ``flags`` and ``command`` are those of
-    ``holdfast run``. ``claim`` names a PersistentVolumeClaim, mounted at ``mount``. ``resources`` are limits. With
-    ``watches`` the pods may read their Node and Pod, and annotate their Pod.
+    ``nodes`` pods hold ranks; ``spares`` further pods wait. ``flags`` and ``command`` are those of ``holdfast run``.
+    ``claim`` names a PersistentVolumeClaim, mounted at ``mount``. ``shm`` is the size of ``/dev/shm``. ``resources``
+    are limits of a pod. With ``watches`` the pods may read their Node and Pod, and annotate their Pod.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Pods:
 
     @property
     def total(self) -> int:
-        """The number of all pods."""
+        """The number of all pods, spares included."""
         return self.nodes + self.spares
 
     @property
@@ -75,7 +75,7 @@ def check(pods: Pods) -> None:
     """Refuse values that Kubernetes or the job cannot work with.
 
     Raises:
-        UsageError: numbers that do not fit together, or an invalid name.
+        UsageError: numbers do not fit together, or a name or value is invalid.
     """
     if pods.nodes < 1 or pods.spares < 0:
         raise UsageError(f"--nodes {pods.nodes} --spares {pods.spares}: 1 and 0 are the least",
@@ -117,10 +117,10 @@ def _is_text(word: str) -> bool:
 
 
 def objects(pods: Pods, kind: Kind) -> list[Object]:
-    """Return all objects but the Secret and those of :func:`rights`, in the order in which they are to be made.
+    """Return all objects except those of :func:`secret` and :func:`rights`, in the order in which they must be created.
 
     Raises:
-        UsageError: as :func:`check`.
+        UsageError: see :func:`check`.
 
     Example:
         ``objects(Pods("bert", "train:1", 4, 1, 120.0, ("train.py",)), "jobset")``
@@ -143,7 +143,7 @@ def objects(pods: Pods, kind: Kind) -> list[Object]:
 
 
 def secret(pods: Pods, token: str) -> Object:
-    """Return the Secret with the token of the job. It is immutable, because later pods need the same token."""
+    """Return the Secret object with the token of the job. It is immutable, because later pods need the same token."""
     made = _object("v1", "Secret", pods, None, name=pods.secret)
     return {**made, "type": "Opaque", "immutable": True, "stringData": {"token": token}}
 
@@ -151,8 +151,9 @@ def secret(pods: Pods, token: str) -> Object:
 def rights(pods: Pods) -> list[Object]:
     """Return the objects that let the pods read Nodes, and read and annotate Pods of their namespace.
 
-    Kubernetes cannot limit them to the pod's own Node and Pod, whose names are not known before. Nodes belong to no
-    namespace: a binding for them needs the name of that of the pods. Without ``namespace`` there is none.
+    Kubernetes cannot limit these rights to the pod's own Node and Pod, whose names are not known beforehand. Nodes
+    belong to no namespace, so a binding for them must name the namespace of the pods. Without ``namespace`` that
+    binding is left out.
     """
     if not pods.watches:
         return []
@@ -203,7 +204,7 @@ def _labels(pods: Pods) -> dict[str, str]:
 
 
 def _service(pods: Pods) -> Object:
-    """Return the headless Service, which gives each pod a name, even before the pod is ready."""
+    """Return the headless Service, which gives each pod a DNS name, even before the pod is ready."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -216,7 +217,7 @@ def _service(pods: Pods) -> Object:
 def _budget(pods: Pods) -> Object:
     """Return the disruption budget, which lets nodes be drained one at a time.
 
-    For pods of a Job, a budget can state only how many must stay, not how many may go.
+    For pods of a Job, a budget can state only how many pods must stay, not how many may leave.
     """
     spec = {
         "minAvailable": pods.total - 1,
@@ -238,13 +239,13 @@ def _jobset(pods: Pods) -> Object:
 
 
 def _job(pods: Pods, hosts: str = "") -> Object:
-    """Return the spec of the Indexed Job. ``hosts``: the part before the index in the names of a JobSet's pods."""
+    """Return the spec of the Indexed Job. ``hosts``: prefix of the pods' names in a JobSet; empty: no JobSet."""
     return {
         "completionMode": "Indexed",
         "completions": pods.total,
         "parallelism": pods.total,
         "backoffLimit": LOST_MAX,
-        # A run ends with 0 on all nodes at once: a pod that was made at that moment would wait for others in vain.
+        # A run ends with 0 on all nodes at the same time. A pod made at that moment would wait for other pods in vain.
         "successPolicy": {"rules": [{"succeededCount": 1}]},
         "podFailurePolicy": {
             "rules": [
@@ -303,7 +304,7 @@ def _pod(pods: Pods, hosts: str) -> Object:
 
 
 def _apart(pods: Pods) -> Object:
-    """Return a preference for pods on different hosts: otherwise the loss of one host would take several nodes."""
+    """Return a preference for pods on different hosts, so that the loss of one host takes only one node."""
     term = {
         "topologyKey": "kubernetes.io/hostname",
         "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": pods.name}},

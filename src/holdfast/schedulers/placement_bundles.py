@@ -1,4 +1,4 @@
-"""The request of a job to a cluster that allocates resources in bundles, one bundle per node (Ray)."""
+"""The resources that a job requests from a cluster (Ray) in bundles, one bundle per node."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class ClusterNode(NamedTuple):
     """A node of the cluster, as the cluster describes it."""
 
     address: str
-    resources: Mapping[str, float]  # all it has, in use or not
+    resources: Mapping[str, float]  # all resources of the node, in use or not
 
 
 def bundle_of(workers: int, *, use_gpu: bool, resources: Mapping[str, float]) -> dict[str, float]:
-    """Return the resources of one node of the job: a CPU per worker, with ``use_gpu`` a GPU each, and ``resources``.
+    """Return the resources of one node of the job: a CPU per worker, with ``use_gpu`` also a GPU, and ``resources``.
 
-    A resource of 0 is left out.
+    An entry of ``resources`` replaces these numbers. A resource of 0 is left out.
 
     Raises:
-        UsageError: a resource is no number from 0 on, or a GPU is requested and left out.
+        UsageError: a resource is negative or no number, or a GPU is requested and left out.
 
     Example:
         ``bundle_of(8, use_gpu=True, resources={"CPU": 32})`` is ``{"CPU": 32.0, "GPU": 8.0}``.
@@ -45,11 +45,12 @@ def bundle_of(workers: int, *, use_gpu: bool, resources: Mapping[str, float]) ->
 
 
 def shortage(nodes: Sequence[ClusterNode], bundle: Mapping[str, float], count: int, strategy: str) -> str:
-    """Return why ``count`` bundles have no place in the cluster, in one sentence.
+    """Return in one sentence why the cluster has no room for ``count`` bundles.
 
     Args:
-        nodes: the living nodes.
+        nodes: the living nodes of the cluster.
         bundle: resources of one node of the job.
+        count: number of bundles.
         strategy: one of ``STRATEGIES``.
     """
     fit = [node for node in nodes if all(node.resources.get(r, 0.0) >= n for r, n in bundle.items())]

@@ -1,7 +1,7 @@
 """A batch script for Slurm that runs a job with Holdfast, and queues it again depending on its exit code.
 
-All functions are pure functions of a :class:`Batch`. A word of the user is quoted for the shell (``shlex.quote``). A
-value of an option of ``sbatch`` is in single quotes, which sbatch's own parser also understands.
+All functions are pure functions of a :class:`Batch`. Words of the user are quoted for the shell (``shlex.quote``).
+Values of ``sbatch`` options are in single quotes, which sbatch's own parser also understands.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SWITCHES = frozenset(
     use-min-nodes container-entrypoint container-mount-home container-readonly container-remap-root
     container-writable no-container-entrypoint no-container-mount-home no-container-remap-root""".split()
 )
-"""Options above that take no value here. To give one a value, use for example ``--sbatch exclusive=user``."""
+"""Options of the two sets above that take no value. ``--sbatch exclusive=user`` gives one a value."""
 OURS = {
     "nodes": "--nodes and --spares",
     "requeue": "it is always set",
@@ -53,7 +53,7 @@ OURS = {
 SRUN_OURS = dict.fromkeys(
     ("wait", "kill-on-bad-exit", "nodes", "ntasks"), "the other nodes continue without a lost one"
 )
-MARGIN_S = 60  # Slurm may give a warning up to this much earlier than asked, and looks at times every 30 s
+MARGIN_S = 60  # Slurm may warn up to this much earlier than requested, and checks the time every 30 s
 SOON_S = 600  # a start that ends within this time has made little progress
 SOON_STARTS = 5
 AGAIN = (Exit.REQUEUE, Exit.UNSAVED, Exit.UNMET, Exit.ORPHANED)
@@ -62,22 +62,23 @@ NO_LIMIT = ("unlimited", "infinite")
 
 
 JOB = "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
-"""The name of this job for ``scontrol``. The number of the last task of an array is also that of the whole array."""
+"""The name of this job for ``scontrol``. The last task of an array has the same SLURM_JOB_ID as the whole array."""
 
 
 TASK = """trap : TERM USR1 USR2; "$@"; code=$?; if [ "$code" -eq 0 ]; then : > "$0"; fi; exit "$code\""""
 """The shell program of a task.
 
-A warning reaches both the shell and its child: the shell must wait for the child's answer.
+A warning reaches both the shell and its child process. The shell ignores it, and waits for the end of the child.
 """
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The input of a batch script.
+    """The description of a job, from which the batch script is made.
 
-    ``nodes`` hold ranks; ``spares`` further nodes wait. ``launcher`` starts Holdfast (``("holdfast",)``).
-    ``flags`` and ``command`` are those of ``holdfast run``. ``setup`` has shell lines of the user before it.
+    ``nodes`` nodes hold ranks; ``spares`` further nodes wait. ``launcher`` starts Holdfast (``("holdfast",)``).
+    ``flags`` and ``command`` are those of ``holdfast run``. ``setup`` has shell lines of the user that run before the
+    job.
     """
 
     nodes: int
@@ -127,8 +128,8 @@ def check(batch: Batch) -> None:
     """Refuse values that Slurm or the job cannot work with.
 
     Raises:
-        UsageError: numbers that do not fit together, an option that this command sets itself, or a value that no
-            ``#SBATCH`` line can hold.
+        UsageError: numbers do not fit together, the command sets an option itself, or no ``#SBATCH`` line can hold a
+            value.
     """
     if batch.nodes < 1 or batch.spares < 0 or batch.max_starts < 1:
         raise UsageError(
@@ -174,15 +175,15 @@ def _check_option(key: str, value: str | None, also_ours: Mapping[str, str] = Ma
 
 
 def warning_s(batch: Batch) -> int:
-    """Return the seconds before the end at which Slurm warns the job."""
+    """Return the seconds before the end of the job's time at which Slurm warns the job."""
     return int(batch.grace_s) + MARGIN_S
 
 
 def render(batch: Batch) -> str:
-    """Return the script.
+    """Return the text of the batch script.
 
     Raises:
-        UsageError: as :func:`check`.
+        UsageError: see :func:`check`.
 
     Example:
         ``render(Batch(nodes=4, spares=1, name="train", output="runs/%j.out", done="runs/done", grace_s=120.0,
@@ -227,11 +228,11 @@ def quoted(value: str) -> str:
 
 
 def _step(batch: Batch) -> str:
-    """Return the srun line.
+    """Return the lines that run the job with srun.
 
-    Slurm's defaults would end all tasks 30 s after the first one ends, and at the first lost node. Each task runs in a
-    separate shell, which leaves a file when the job has run to its end there. srun's own code would hide such an end:
-    it is the greatest code of all tasks, including that of a lost node.
+    Slurm's defaults would end all tasks 30 s after the first task ends, and at the first lost node. Each task runs in a
+    separate shell, which makes a file if the job has run to its end there. srun's exit code cannot show such an end: it
+    is the greatest code of all tasks, including that of a lost node.
     """
     nnodes = f"{batch.nodes}:{batch.nodes + batch.spares}" if batch.spares else str(batch.nodes)
     flags = [*batch.flags, "--nnodes", nnodes, "--grace-s", f"{batch.grace_s:g}"]
@@ -252,7 +253,7 @@ def _step(batch: Batch) -> str:
 
 
 def _again(batch: Batch) -> list[str]:
-    """Return the lines after the step: exit, or queue the job again."""
+    """Return the lines after srun: they end the script, or queue the job again."""
     again = "|".join(str(int(code)) for code in (*AGAIN, *KILLED))
     return [
         'if [ -e "$done" ]; then rm -f "$done"; exit 0; fi  # the job has ended, whatever became of other nodes',

@@ -1,8 +1,8 @@
-"""The place of a node in a job of several nodes, read from the environment of a Slurm step.
+"""The number and the contacts of a node in a job of several nodes, from the environment of a Slurm step.
 
 ``srun`` describes the step to each of its tasks: the number of nodes, the number of this node, and the names of all
-nodes. ``holdfast run`` reads its description of the job from there, so that one command works on every node. A batch
-script runs outside a step (no ``SLURM_STEP_NODELIST``): nothing is read from its environment.
+nodes. ``holdfast run`` reads the job's nodes from this description, so that one command works on every node. A batch
+script runs outside of a step (no ``SLURM_STEP_NODELIST``): nothing is read from its environment.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PORT_FIRST, PORT_COUNT = (
     20_000,
     10_000,
 )  # below 32768, where Linux begins with the ports of outgoing connections
-STEPS_APART = 8  # this many steps of a job can run at the same time with different ports
-STEPS_OF_USERS = 0xFFFFFFF0  # greater numbers are those of Slurm's own steps (batch, extern, interactive)
+STEPS_APART = 8  # number of steps of a job that can run at the same time with different ports
+STEPS_OF_USERS = 0xFFFFFFF0  # numbers from here on are Slurm's own steps (batch, extern, interactive)
 FLAGS_INSTEAD = "give --nnodes, --node-rank, --master-addr, --master-port, --run-id and --token-file yourself"
 
 
 class SlurmStep(NamedTuple):
-    """A step, as one of its tasks sees it."""
+    """A Slurm step, as one of its tasks sees it."""
 
     job: int
     step: int
@@ -40,12 +40,12 @@ class SlurmStep(NamedTuple):
 
     @property
     def port(self) -> int:
-        """The port of the first contact: different for each job, and for a few steps of one job."""
+        """The port of the first contact. Jobs with near numbers, and up to 8 steps of one job, have different ports."""
         return PORT_FIRST + (self.job * STEPS_APART + self.step) % PORT_COUNT
 
 
 def read_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """Return the step of which this process is a task; None outside of a step.
+    """Return the Slurm step of which this process is a task; None outside of a step.
 
     Args:
         env: environment of the process.

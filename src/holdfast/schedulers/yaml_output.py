@@ -1,7 +1,7 @@
-"""Plain values as YAML, as far as manifests need it.
+"""A writer of plain values as YAML, for the values that manifests need.
 
-A text is written without quotes only if no YAML parser could read it as another type. Any other text is in
-double quotes, with every unprintable character escaped.
+A text is written without quotes only if no YAML parser could read it as another type. Any other text is in double
+quotes, with every unprintable character escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEP = 2
 
 
 def documents(values: Sequence[Plain]) -> str:
-    """Return YAML documents, each one after a line ``---``.
+    """Return the values as YAML documents, each after a line ``---``.
 
     Example:
         ``documents([{"kind": "Job"}]) == "---\\nkind: Job\\n"``

@@ -1,4 +1,4 @@
-"""The interface between a session and a framework: three protocols, for its state, its step and its groups.
+"""The interface between a session and a framework: three protocols, for the state, the step and the process groups.
 
 Each framework has a package beside this directory that implements them. ``docs/new-framework.md`` shows an example.
 
@@ -19,36 +19,36 @@ from holdfast.text import plural
 
 
 class Aborted(BaseException):
-    """The exception that leaves the block of a step that will run again. ``with step`` swallows it.
+    """The exception that leaves the block of a step that will run again. ``with step`` catches it.
 
     It is not an ``Exception``, so that ``except Exception`` in user code does not catch it.
     """
 
 
 class Unsevered(GroupError):
-    """The error of a process that hangs in a broken collective for good, so that another process must replace it."""
+    """The error of a process that hangs in a broken collective for good. Another process must take its seat."""
 
 
 class Collected(Protocol):
-    """The training state at one moment; a ``TensorSource`` of the store."""
+    """The training state of one rank at one moment, from which the store writes (its ``TensorSource``)."""
 
     values: dict[str, Plain]
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the C-contiguous bytes of one box of this rank."""
+        """Return the bytes of one box of tensor ``fqn``, C-contiguous. This rank must hold the box."""
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
         """Return the boxes that this rank holds."""
 
 
 class Restore(Protocol):
-    """A load of the state in progress."""
+    """A load of the state in progress: the caller fills the buffers, then calls :meth:`finish`."""
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
-        """Return every box to fill, with its writable bytes."""
+        """Return every box to fill, with the writable bytes for its values."""
 
     def finish(self) -> None:
-        """Put the values of all boxes, which are now filled and verified, into the framework's objects."""
+        """Put the loaded values into the framework's objects. All buffers are filled and verified before."""
 
 
 class DataIdentity(NamedTuple):
@@ -65,7 +65,7 @@ class DataIdentity(NamedTuple):
     shared: bool
 
     def differs(self, other: DataIdentity) -> str:
-        """Return the difference to another dataset in words; empty: none is seen."""
+        """Return the difference between this dataset and ``other`` in words; empty: no difference is seen."""
         if self.length != other.length:
             return f"{plural(self.length, 'sample')}, not {other.length}"
         if self.content and other.content and self.content != other.content:
@@ -74,39 +74,40 @@ class DataIdentity(NamedTuple):
 
 
 class Feed(Protocol):
-    """The batches of a loader, epoch after epoch, with a position."""
+    """The batches of a loader, epoch after epoch, with a position that can be saved."""
 
     epoch: int
     last_in_epoch: bool
-    # A batch that is drawn and not used changes nothing: the feed can still go to any place.
+    # Drawing a batch without using it changes nothing: seek() can still go to any position.
     repeatable: bool
-    rewinds: bool  # the loop that draws from this feed can go back to an earlier place
+    rewinds: bool  # the loop that draws from this feed can go back to an earlier position
 
     def place(self) -> Mapping[str, int]:
         """Return the position after the last batch drawn.
 
-        Returns: ``epoch``, ``batch`` (number of batches that this rank has drawn in the epoch), and all other values
-            that :meth:`seek` needs.
+        Returns:
+            A mapping with ``epoch``, ``batch`` (number of batches that this rank has drawn in the epoch), and all other
+            values that :meth:`seek` needs.
         """
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a position; ``local`` is the result of :meth:`local_state` at that position."""
+        """Move to the position ``place``. ``local`` is the result of :meth:`local_state` at that position."""
 
     def local_state(self) -> Plain:
-        """Return the part of the position that only this rank knows, or None."""
+        """Return the part of the position that only this rank knows; None: there is no such part."""
 
     def identity(self) -> DataIdentity | None:
         """Return the identity of the dataset that this feed draws from; None if it is not known."""
 
     def draw(self, epochs: int | None = None) -> Any:
-        """Return the next batch. Raises: StopIteration after ``epochs`` epochs."""
+        """Return the next batch. Raises: StopIteration: ``epochs`` epochs are over (None: no limit)."""
 
     def close(self) -> None:
         """Stop the worker processes of the loader."""
 
 
 class Hooks(NamedTuple):
-    """Calls into the session from inside user code, in the main thread."""
+    """Functions of the session that the adapter calls from inside user code, in the main thread."""
 
     backward: Callable[[], None]  # the first gradient of a step is being computed
     update: Callable[[str], None]  # the named optimizer is about to change weights
@@ -119,43 +120,49 @@ class StateAdapter(Protocol):
     """The training state of this rank: how to copy it, load it, and draw its batches.
 
     Attributes:
-        rank, world_size: the place of this process.
+        rank: rank of this process.
+        world_size: number of ranks.
     """
 
     rank: int
     world_size: int
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
-        """Return the state now, or (``frozen``) at the start of the current step. Callable from any thread.
+        """Return the state now, or, if ``frozen``, at the start of the current step. Callable from any thread.
 
         Args:
-            before: a step. Learning rates, schedules and the user's own state are then those from before the code that
-                the script runs ahead of this step, if they were copied (see :meth:`between`, :meth:`remember`).
+            before: number of a step; -1: none. The script's code before this step may have changed learning rates,
+                schedules and the user's own state. These are taken from copies made before that code, if there are
+                copies (see :meth:`between`, :meth:`remember`).
         """
 
     def state_size(self) -> int:
-        """Return a number that changes when the layout changes."""
+        """Return a number that changes when this rank's layout changes."""
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
-        """Prepare and return a load of the state."""
+        """Prepare a load of the checkpoint with these tensors and plain values. Return the load."""
 
     def feed(self, loader: Any) -> Feed:
-        """Return the batches of the user's loader."""
+        """Return the batches of the user's loader as a feed."""
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed the random generators for the code of the script before the block of ``step``.
+        """Seed the random generators for the code that the script runs before the block of ``step``.
 
-        Unless ``again``, this code may change learning rates and the user's own state, so a copy of them is made.
+        Unless ``again``, copy learning rates and the user's own state, because that code may change them.
+
+        Args:
+            part: number of the block, if the step consists of several blocks; otherwise 0.
+            again: the code runs a second time.
         """
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates and the user's own state, because a loop begins or is over.
+        """Copy learning rates and the user's own state, because a loop begins or has ended.
 
         The code that the script runs next, before ``step``, may change them.
 
         Args:
-            whole: copy all of the user's own state, with parts too large to copy at each step (averages of weights),
-                and what a forward pass changes in the model itself (buffers).
+            whole: copy also the user's objects that are too large to copy at each step (averages of weights), and the
+                part of the model that a forward pass changes (buffers).
         """
 
 
@@ -163,41 +170,42 @@ class StepAdapter(Protocol):
     """One step of this rank: how to copy the state before the block, and how to restore it when the block is aborted.
 
     Attributes:
-        scaled: a gradient scaler is in use. A block without an update had gradients with inf or nan.
+        scaled: a gradient scaler is in use. If a block then makes no update, its gradients had inf or nan.
     """
 
     scaled: bool
 
     def begin(self, step: int) -> None:
-        """Seed the random generators and copy the state that the forward pass changes."""
+        """Seed the random generators for ``step``, and copy the state that the forward pass changes."""
 
     def shield(self) -> None:
-        """Let broken collectives complete instead of raising, because the block begins."""
+        """Let broken collectives complete instead of raising. Called when the block begins."""
 
     def record(self, name: str) -> None:
-        """Copy the state that the named optimizer is about to change in an update before the vote."""
+        """Copy the state that the named optimizer is about to change. Called for an update before the vote."""
 
     def prepare_vote(self) -> None:
-        """Wait for the device, and make values that must be the same on all ranks equal."""
+        """Wait for the device, and make equal on all ranks the values that must be equal."""
 
     def enter_update(self) -> None:
-        """Forbid collectives until :meth:`end`, because the vote has passed."""
+        """Forbid collectives until :meth:`end`. Called when the vote has passed."""
 
     def end(self) -> None:
-        """End the step, whose block has ended and is committed."""
+        """End the step. Called when its block has ended and is committed."""
 
     def release(self) -> None:
-        """Let broken collectives raise again, because an exception of user code has left the block."""
+        """Let broken collectives raise again. Called when an exception of user code has left the block."""
 
     def abort(self) -> None:
         """Restore the state from before the aborted step."""
 
 
 class GroupAdapter(Protocol):
-    """The collectives of this rank: how to vote, break them and build them again.
+    """The collectives of this rank: how to vote with them, break them and build them again.
 
     Attributes:
-        rank, world_size: the place of this process.
+        rank: rank of this process.
+        world_size: number of ranks.
         live: collectives can be rebuilt in place, and a replacement can be built without peers.
     """
 
@@ -211,22 +219,22 @@ class GroupAdapter(Protocol):
 
     @property
     def reason(self) -> str:
-        """The reason why the collectives of this process are broken."""
+        """The reason why the collectives of this process are broken; empty: they are not."""
 
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Install hooks.
+        """Install hooks in the framework.
 
         ``on_fault`` is called with the reason of the first broken collective. ``on_collective`` is called at the start
-        of each collective, with the number of collectives so far and the name.
+        of each collective, with the number of collectives so far and the name of the collective.
         """
 
     def detach(self) -> None:
         """Remove what :meth:`attach` installed."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return whether ``error``, raised in a session, means in this framework that a peer is lost."""
+        """Return whether ``error``, raised in a session, is this framework's sign for the loss of a peer."""
 
     def vote(self, vector: list[int]) -> list[int]:
         """Return the sum of the int64 ``vector`` over all ranks. Raises: PeerLost."""
@@ -235,20 +243,20 @@ class GroupAdapter(Protocol):
         """Break all collectives of this process. Callable from any thread; returns at once."""
 
     def reconfigure(self, generation: Generation) -> None:
-        """Rebuild all groups. Raises: GroupError."""
+        """Rebuild all process groups for ``generation``. Raises: GroupError."""
 
     def rehearse(self) -> bool:
-        """Return whether the next step must run once without effect.
+        """Return whether the next step must run once without effect (a rehearsal).
 
-        Collectives then complete on this rank's own data.
+        If so, collectives then complete on this rank's own data until :meth:`end_rehearsal`.
         """
 
     def end_rehearsal(self) -> None:
-        """End the run without effect, so that collectives communicate again."""
+        """End the rehearsal, so that collectives communicate again."""
 
 
 class Adapter(StateAdapter, StepAdapter, GroupAdapter, Protocol):
-    """One framework, for one session. Methods raise what their implementation documents.
+    """One framework, for one session. Each method raises the errors that its implementation documents.
 
     Abilities that only some frameworks have are in ``optional_abilities.py``, with one protocol each.
     """

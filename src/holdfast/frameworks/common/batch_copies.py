@@ -2,11 +2,12 @@
 
 Theory. A batch is a tree: containers (dict, list, tuple, named tuple, dataclass, any mutable mapping, and subclasses of
 them) over leaves. :func:`rebuilt` makes the containers again and asks the caller for the object that replaces each
-leaf. A container in which nothing can change is not copied.
+leaf. A container in which nothing can change is not copied. The *place* of a leaf is its path: its index in each
+container from the root to the leaf.
 
 Invariants:
 1. The copy has the types of the original, and the attributes that its containers have beside their items.
-2. The place of a leaf is the same in every batch of the same structure: its position in each container on the way.
+2. A leaf has the same place in every batch of the same structure.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _CONSTANT = (
 
 
 def is_constant(leaf: object) -> bool:
-    """Return True if the object is of a type that cannot change."""
+    """Return True if the object is of a type whose values cannot change."""
     return isinstance(leaf, _CONSTANT)
 
 
 def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> Any:
-    """Return a copy of ``value`` with new containers; a container in which nothing can change is kept.
+    """Return a copy of ``value`` with new containers. A container in which nothing can change is not copied.
 
     Args:
-        leaf: returns the object that replaces a leaf, given the leaf and its place; called for every object that is no
-            container.
+        leaf: called for every object that is no container, with the object and its place. It returns the replacement.
+        place: place of ``value`` in the whole batch.
     """
     if is_constant(value):
         return value
@@ -78,5 +79,5 @@ def _tuple(value: tuple[Any, ...], leaf: Callable[[Any, Place], Any], place: Pla
     items = [rebuilt(item, leaf, (*place, number)) for number, item in enumerate(value)]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    make = getattr(type(value), "_make", None)  # a named tuple has it
+    make = getattr(type(value), "_make", None)  # a method of named tuples
     return type(value)(items) if make is None else make(items)

@@ -1,8 +1,8 @@
 """The installation of Holdfast's process groups in a script that another launcher started.
 
-``holdfast run`` installs them before any user code. Elsewhere this must happen between the import of torch and the
-first ``init_process_group``, in whichever order the script imports torch and holdfast. Only processes that a launcher
-started as one of several are changed.
+``holdfast run`` installs them before any user code. Under another launcher they must be installed between the import of
+torch and the first ``init_process_group``, whether the script imports torch or holdfast first. Only a process that its
+launcher started as one of several is changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FRAMEWORK = "torch"
 def arm() -> None:
     """Install Holdfast's process groups now if torch is loaded, otherwise right after the import of torch.
 
-    Without other ranks nothing is installed.
+    A process without other ranks stays unchanged.
     """
     if not is_told_of_others(os.environ):
         return
@@ -64,16 +64,15 @@ class _Loader(Loader):
         self._inner = inner
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Create the module with the real loader."""
+        """Create the module with the module's original loader."""
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module with the real loader, then install the process groups."""
+        """Execute the module with its original loader, then install the process groups."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         module.__loader__ = self._inner
         self._inner.exec_module(module)
-        # If the module of the groups is imported, it is the one that imports torch, and its importer installs the
-        # groups.
+        # If GROUPS is in sys.modules, GROUPS itself imports torch now. The importer of GROUPS installs the groups.
         if GROUPS not in sys.modules:
             importlib.import_module(GROUPS).install()

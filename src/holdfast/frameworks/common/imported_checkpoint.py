@@ -1,4 +1,4 @@
-"""Writing another program's state as a checkpoint, by one process and outside of any run."""
+"""A writer of checkpoints from another program's state, in one process and outside of any run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Progress = Callable[[int], object]
 
 
 def import_id(step: int) -> SaveId:
-    """Return the save id of an import after ``step`` updates.
+    """Return the save id of an imported state after ``step`` updates.
 
     Raises:
-        UsageError: ``step`` is no step that can be saved.
+        UsageError: ``step`` is negative, or too large for a checkpoint.
     """
     if not 0 <= step <= STEP_MAX:
         raise UsageError(f"step {step} cannot be saved", hint=f"give the updates done, 0 to {STEP_MAX}")
@@ -39,15 +39,16 @@ def write_imported(
     """Write the state ``collected`` as a checkpoint below ``root``, as a session would after ``step`` updates.
 
     Args:
-        values: plain values as a session writes them, without its ``session`` entry.
-        progress: called with the total size in bytes; the returned function is called with the size of each part.
+        values: plain values as a session writes them, without the entry ``session``.
+        progress: called with the total size in bytes. The function that it returns is called with the size of each
+            written part.
 
     Returns:
         The place of the checkpoint.
 
     Raises:
         UsageError: see :func:`import_id`; or an import of this step exists, or is being written.
-        StateError: a value that a checkpoint cannot hold, named.
+        StateError: a checkpoint cannot hold a value; the error names the value.
         StoreWriteError: ``root`` cannot be written.
     """
     catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
@@ -62,7 +63,7 @@ def write_imported(
 
 
 def _make_way(root: Place, save_id: SaveId) -> None:
-    """Remove the leftovers of an import that failed or was killed.
+    """Remove the unfinished files of an earlier import of the same step that failed or was killed.
 
     Raises:
         UsageError: a finished import exists, or another process is writing one.

@@ -1,4 +1,4 @@
-"""NumPy arrays as training state that the store can save and load, without a framework."""
+"""NumPy arrays as training state that the store can save and load, without a deep-learning framework."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DTYPE_NAMES: dict[str, str] = {
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-"""The store's dtype names by NumPy dtype name; the last six exist where ``ml_dtypes`` is installed."""
+"""The store's dtype names by NumPy dtype name. The last six need the package ``ml_dtypes``."""
 
 Array = NDArray[np.generic]
 _KINDS = {name: kind for kind, name in DTYPE_NAMES.items()}
 
 
 def dtype_named(name: str) -> np.dtype[np.generic] | None:
-    """Return the NumPy dtype for a dtype name of the store; None if this NumPy has none."""
+    """Return the NumPy dtype for a dtype name of the store; None if NumPy has no such dtype here."""
     try:
         return np.dtype(_KINDS[name])
     except (KeyError, TypeError):
@@ -37,7 +37,7 @@ def dtype_named(name: str) -> np.dtype[np.generic] | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a tensor: the box, the ``shape`` of the whole tensor, and an array of the box's sizes with the data."""
+    """One box of a tensor: ``array`` has the box's data and sizes, ``shape`` is that of the whole tensor."""
 
     fqn: str
     shape: Shape
@@ -49,7 +49,7 @@ class NumpyState:
     """Boxes of tensors held in NumPy arrays, as a tensor source for saves and as targets for loads."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
-        """Take the shards; several may belong to one tensor.
+        """Build the state from its shards. Several shards may belong to one tensor.
 
         Raises:
             StateError: an array is not C-contiguous, has an unsupported dtype or does not have its box's sizes.
@@ -64,16 +64,16 @@ class NumpyState:
 
     @classmethod
     def whole(cls, arrays: Mapping[str, Array]) -> NumpyState:
-        """Return the state of complete (replicated) tensors."""
+        """Return the state of complete (replicated) tensors, given by name."""
         return cls(Shard(fqn, a.shape, Box.whole(a.shape), a) for fqn, a in arrays.items())
 
     def layout(self, rank: int, world: int) -> RankLayout:
-        """Return the layout of this rank."""
+        """Return the layout of these shards for ``rank`` of ``world`` ranks."""
         tensors = (TensorMeta(s.fqn, DTYPE_NAMES[s.array.dtype.name], s.shape, s.box) for s in self.shards)
         return RankLayout(rank, tuple(tensors), world)
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of one box of the layout (``TensorSource``).
+        """Return the bytes of one box of the layout (``TensorSource.view``).
 
         Raises:
             StateError: this state does not hold the box.
@@ -84,7 +84,7 @@ class NumpyState:
         return _bytes(array)
 
     def targets(self) -> list[LoadTarget]:
-        """Return all shards as load targets; the arrays must be writable."""
+        """Return all shards as load targets. The arrays must be writable."""
         return [
             LoadTarget(s.fqn, s.box, DTYPE_NAMES[s.array.dtype.name], _bytes(s.array), s.shape)
             for s in self.shards
@@ -92,20 +92,21 @@ class NumpyState:
 
 
 def metas_to_fill(shards: Iterable[Shard]) -> list[tuple[TensorMeta, memoryview]]:
-    """Return every box with its writable bytes (``frameworks.common.adapter.Restore.buffers``)."""
+    """Return the box of each shard with the writable bytes of its array, as ``Restore.buffers`` must."""
     return [(TensorMeta(t.fqn, t.dtype, t.shape, t.box), t.buffer) for t in NumpyState(shards).targets()]
 
 
 def digests(source: TensorSource, layout: RankLayout) -> tuple[int, ...]:
-    """Return one digest per box.
+    """Return one digest per box of the layout.
 
-    It serves frameworks that do not count writes (``frameworks.common.optional_abilities.CountsWrites``).
+    The digests replace counts of writes for frameworks that do not count writes
+    (``frameworks.common.optional_abilities.CountsWrites``).
     """
     return tuple(xxhash.xxh3_64_intdigest(source.view(meta.fqn, meta.box)) for meta in layout.tensors)
 
 
 def digest_of(source: TensorSource, parts: Sequence[Extent]) -> int:
-    """Return the xxh3-64 digest of these parts, in order (``frameworks.common.optional_abilities.ComparesCopies``)."""
+    """Return one xxh3-64 digest of the byte ranges ``parts``, in their order (for ``ComparesCopies.digest``)."""
     total = xxhash.xxh3_64()
     for part in parts:
         total.update(source.view(part.fqn, part.box)[part.start : part.stop])

@@ -1,6 +1,6 @@
-"""The optional abilities of an adapter, beside the protocols of ``adapter.py``: one protocol each.
+"""The optional abilities of an adapter, beside the protocols of ``adapter.py``: one protocol per ability.
 
-A session tests for an ability by ``isinstance`` where the ability is used, and works without it otherwise.
+A session tests with ``isinstance`` whether an adapter has an ability, and works without the ability otherwise.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from holdfast.store.shared_memory.update_log import Update
 
 @runtime_checkable
 class CountsWrites(Protocol):
-    """A :class:`Collected` that can tell at low cost whether its tensors were written."""
+    """A :class:`Collected` that can detect at low cost whether its tensors were written."""
 
     def writes(self) -> tuple[int, ...]:
-        """Return one number per tensor, in their order. A number changes when its tensor is written."""
+        """Return one number per tensor, in the order of the tensors. A number changes when its tensor is written."""
 
 
 @runtime_checkable
 class GivesPieces(Protocol):
-    """A :class:`Collected` that copies from a device only the bytes that are asked for."""
+    """A :class:`Collected` that copies from a device only the requested bytes."""
 
     def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of one box of this rank, fewer if the box is shorter.
+        """Return bytes ``start`` to ``stop`` of one box of tensor ``fqn``, fewer if the box is shorter.
 
-        Raises: StateError.
+        Raises:
+            StateError: this rank does not hold the box.
         """
 
 
@@ -46,7 +47,7 @@ class HasGroups(Protocol):
     """An adapter whose process groups exist before a session opens, so that a vote needs no agent.
 
     Attributes:
-        own_groups: the groups are objects of Holdfast under the names of the framework.
+        own_groups: the framework's process groups are objects of Holdfast.
     """
 
     own_groups: ClassVar[bool]
@@ -54,10 +55,10 @@ class HasGroups(Protocol):
 
 @runtime_checkable
 class TakesParts(Protocol):
-    """An adapter that can run a step as several blocks (parts), to do the work of missing ranks as well."""
+    """An adapter that can run a step as several blocks (parts), so that a rank can do missing ranks' work as well."""
 
     def share(self, part: int, parts: int) -> None:
-        """Prepare the next block, which is number ``part`` of the ``parts`` blocks of its step.
+        """Prepare the next block, which is number ``part`` of the ``parts`` blocks of its step. The first number is 0.
 
         The previous block of the step has ended normally.
         """
@@ -65,10 +66,10 @@ class TakesParts(Protocol):
 
 @runtime_checkable
 class CommunicatesInUpdates(Protocol):
-    """An adapter with optimizers whose update communicates, so that the update is made before the vote.
+    """An adapter with optimizers whose update uses collectives, so that the update is made before the vote.
 
     Attributes:
-        tentative: names of these optimizers; :meth:`Adapter.record` is called before each of their updates.
+        tentative: names of these optimizers. :meth:`Adapter.record` is called before each of their updates.
     """
 
     tentative: frozenset[str]
@@ -76,41 +77,41 @@ class CommunicatesInUpdates(Protocol):
 
 @runtime_checkable
 class RunsWithoutPeers(Protocol):
-    """An adapter that can make the script's collectives complete on local data."""
+    """An adapter that can make the script's collectives complete on this rank's own data."""
 
     def set_aside(self, on: bool) -> None:
-        """Complete collectives on local data from now on, or with the peers again."""
+        """Complete the calling thread's collectives on local data (``on``), or with the peers again."""
 
 
 @runtime_checkable
 class Accumulates(Protocol):
-    """An adapter for a library that accumulates gradients and counts the batches itself."""
+    """An adapter for a library that itself accumulates gradients and counts the batches."""
 
     def expect(self, batches: int | None) -> None:
-        """Set the number of batches of the next block; None: one, or the number that the block draws itself."""
+        """Set the number of batches of the next block; None: one, or the number that the block itself draws."""
 
 
 @runtime_checkable
 class ComparesCopies(Protocol):
-    """An adapter whose ranks hold bit-identical copies of the boxes that they have in common."""
+    """An adapter whose ranks hold bit-identical copies of the same boxes."""
 
     @property
     def trains_alone(self) -> bool:
-        """True if no block of this process has communicated with another rank."""
+        """True if no block in this process has communicated with another rank so far."""
 
     def compares(self, fqn: str) -> bool:
-        """Return False for a tensor that may differ, without an error, between ranks that hold the same box."""
+        """Return False for a tensor whose copies may differ between ranks without an error."""
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
-        """Return the 64-bit digest of the given pieces of the state, in this order."""
+        """Return one 64-bit digest of the byte ranges ``parts`` of the state, in their order."""
 
 
 @runtime_checkable
 class BeginsEqual(Protocol):
-    """An adapter that makes or proves the initial states of the ranks of a new job equal."""
+    """An adapter that makes the initial states of the ranks of a new job equal, or proves that they are equal."""
 
     def begin_equal(self) -> None:
-        """Return when the copies of the state that the framework can compare or send are equal on all ranks.
+        """Make or prove the copies of the initial state equal on all ranks, if the framework can compare or send them.
 
         Raises:
             StateError: copies differ, and are not overwritten; the error names the tensor.
@@ -120,18 +121,19 @@ class BeginsEqual(Protocol):
 
 @runtime_checkable
 class KnowsWeights(Protocol):
-    """An adapter that sees whether the script has put other weights into the model."""
+    """An adapter that can detect whether the script has put other weights into the model."""
 
     def holds_weights(self) -> bool:
-        """Return whether the model has the weights of the last known moment, judged by a sample of them.
+        """Return whether the model still has the weights of the last known moment, judged by a sample of the weights.
 
-        That moment is the end of the last block or, if later, the time when the script was given its step or began or
-        left a loop. Callable from any thread.
+        The last known moment is the latest of these: a block ended, the script was given a step, or it began or left
+        a loop.
+        Callable from any thread.
         """
 
 
 class Updates(Protocol):
-    """The updates of the optimizers, as a log needs them.
+    """Access to the optimizers' updates, for the gradient log.
 
     An update is *foretold* when it is made in advance on a copy of the state.
     """
@@ -140,77 +142,88 @@ class Updates(Protocol):
         """Return why updates cannot be made again from a log; empty: no reason is known in advance."""
 
     def rebuilds(self, fqn: str) -> bool:
-        """Return whether a tensor is a weight or state of the optimizer, so that only updates change it."""
+        """Return whether a tensor is a weight or optimizer state, so that only updates change it."""
 
     def settle(self) -> None:
-        """Record the present state as the start of the next update, and again after each update."""
+        """Record the present state as the start of the next update. Recording continues after each update."""
 
     def rest(self) -> None:
-        """Stop recording until the next :meth:`settle`: no log needs it, and it takes time at each update."""
+        """Stop recording until the next :meth:`settle`, to save its time at each update."""
 
     def undisturbed(self) -> bool:
-        """Return whether only updates were seen to write weights or state of the optimizer since :meth:`settle`.
+        """Return True if only updates were seen to write weights or optimizer state since :meth:`settle`.
 
         Callable from any thread.
         """
 
     def take(self, step: int) -> Update:
-        """Return the update of ``step`` before it is made. Its bytes are valid until it is made. Raises: StateError."""
+        """Return the data of the update of ``step`` before the update is made. The data are valid until then.
+
+        Raises:
+            StateError: the data cannot be logged.
+        """
 
     def foretell(self, update: Update) -> None:
-        """Foretell the next update: make ``update`` on a copy of the state, without peers. Raises: StateError."""
+        """Make ``update`` on a copy of the state, without peers, before the real update. Raises: StateError."""
 
     def as_foretold(self) -> str:
-        """Return the name of the first tensor that differs from the foretold update; empty: none differs."""
+        """Return the name of the first tensor that differs between foretold and real update; empty: none differs."""
 
     def replay(self, updates: Sequence[Update]) -> None:
-        """Make updates again without peers, from the state before the first of them. Raises: CheckpointInvalid."""
+        """Make ``updates`` again without peers, from the state before the first of them. Raises: CheckpointInvalid."""
 
 
 @runtime_checkable
 class LogsUpdates(Protocol):
-    """An adapter whose updates can be made again from a log."""
+    """An adapter whose updates can be made again from a gradient log."""
 
     updates: Updates
 
 
 class Gradients(Protocol):
-    """The gradients that the optimizers are about to use."""
+    """Access to the gradients that the optimizers are about to use."""
 
     def may_drop(self) -> None:
-        """Prepare for updates that :meth:`drop` leaves out in this session."""
+        """Prepare for calls of :meth:`drop` in this session."""
 
     def nonfinite(self, optimizer: str) -> str:
-        """Return the first weight whose gradient holds inf or nan on this rank; empty: none. Wait for the device.
+        """Wait for the device. Return the name of the first weight whose gradient holds inf or nan here; empty: none.
 
         Args:
-            optimizer: name of the optimizer that is about to step; gradients of others may be checked as well.
+            optimizer: name of the optimizer that is about to step. Gradients of other optimizers may be checked as
+                well.
         """
 
     def weights_alone(self) -> int | None:
-        """Return a number that grows with each write to a weight; None: a weight has a gradient and so will change."""
+        """Return a number that grows with each write to a weight; None if a weight has a gradient.
+
+        The update will write a weight with a gradient, so the number could not show a write by the script.
+        """
 
     def drop(self) -> None:
-        """Leave out the update of this block: the optimizers that step in it change nothing."""
+        """Discard the gradients of this block, so that the optimizers that step in it change nothing."""
 
 
 @runtime_checkable
 class SeesGradients(Protocol):
-    """An adapter that can read gradients before an update."""
+    """An adapter that can read the gradients before an update."""
 
     gradients: Gradients
 
 
 @runtime_checkable
 class ProvesBlocks(Protocol):
-    """An adapter that can run a block without peers and without effect, and digest its results."""
+    """An adapter that can run a block without peers and without effect, and digest the block's results."""
 
     @property
     def partial(self) -> bool:
-        """True if this rank holds only a part of the model, so that a block without peers has other results."""
+        """True if this rank holds only a part of the model.
+
+        A block without peers then has other results than one with peers.
+        """
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
-        """Let the block that begins run without peers and effect. :meth:`Adapter.end_rehearsal` ends the run.
+        """Let the block that begins run without peers and without effect, until :meth:`Adapter.end_rehearsal`.
 
         Args:
             first: True if this process has not committed a block yet.
@@ -222,20 +235,23 @@ class ProvesBlocks(Protocol):
         """
 
     def found(self) -> Mapping[str, int]:
-        """Return digests of the state at the start of a block, which a run without effect restores; keys in words."""
+        """Return digests of the state at the start of a block, which a run without effect restores.
+
+        The keys name parts of the state in words.
+        """
 
     def computed(self) -> Mapping[str, int]:
-        """Return digests of the results of the block so far, with keys in words; empty: there are no results."""
+        """Return digests of the results of the block so far; empty: no results. Keys name the results in words."""
 
     def cause(self) -> str:
-        """Return a text that names a value that a suspected run used and the run before it had made; empty: none."""
+        """Return a text that names a value which the first run had made and the suspected run used; empty: none."""
 
 
 class Finder(Protocol):
-    """A finder of values of the script that change and are not part of the session."""
+    """A finder of undeclared state: values that the script changes and has not given to the session."""
 
     def changed(self, variables: Mapping[str, object]) -> Sequence[str]:
-        """Return the names of such values that have changed since the call before.
+        """Return the names of undeclared values that have changed since the previous call.
 
         Args:
             variables: the script's variables by name.
@@ -244,14 +260,14 @@ class Finder(Protocol):
 
 @runtime_checkable
 class FindsUndeclaredState(Protocol):
-    """An adapter that can find values of the script that change and are not part of the session."""
+    """An adapter that can find values that the script changes and has not given to the session."""
 
     def finder(self) -> Finder:
-        """Return a new finder."""
+        """Return a new finder of undeclared state."""
 
 
 class ForeignBlocks(Protocol):
-    """The blocks of other copies of the model, run in this process without peers.
+    """The blocks of other data-parallel copies of the model, run in this process without peers.
 
     Attributes:
         copy: number of the copy that this process trains and holds as a whole.
@@ -262,25 +278,25 @@ class ForeignBlocks(Protocol):
     numbers: int
 
     def feed(self, loader: Any, copy: int) -> Feed | None:
-        """Return the batches that another copy draws from the same loader; None: they are not known."""
+        """Return the batches that copy number ``copy`` draws from the same loader; None: they are not known."""
 
     def act_as(self, copy: int, step: int) -> None:
-        """Seed the block that begins as copy ``copy`` of the model would seed it at ``step``."""
+        """Seed the next block as a block of copy number ``copy`` would be seeded at ``step``."""
 
     def gradients(self) -> int | None:
-        """Return the 64-bit digest of the gradients of the block; None: there are none."""
+        """Return the 64-bit digest of the gradients of the block; None: the block has left no gradients."""
 
     def sum(self, vector: Sequence[int]) -> list[int]:
-        """Return the sum of a vector over all ranks. Raises: PeerLost."""
+        """Return the sum of an integer vector over all ranks. Raises: PeerLost."""
 
 
 @runtime_checkable
 class StandsForOthers(Protocol):
-    """An adapter whose ranks hold whole copies of the model, and can run a block of another copy."""
+    """An adapter whose ranks hold whole copies of the model, and can run the block of another rank's copy."""
 
     @property
     def others(self) -> ForeignBlocks | None:
-        """The blocks of other copies; None: each rank holds only a part of a copy."""
+        """Access to the blocks of other copies; None: each rank holds only a part of a copy."""
 
 
 @runtime_checkable
@@ -288,17 +304,20 @@ class MarksTensors(Protocol):
     """An adapter that can detect whether a block has written into a tensor of its batch."""
 
     def mark(self, item: Any) -> object:
-        """Return a mark of a tensor that changes when the tensor is written; None: ``item`` is no tensor."""
+        """Return an object that compares different after a write into tensor ``item``; None: ``item`` is no tensor."""
 
     def duplicate(self, tensor: Any) -> Any:
         """Return a copy of a tensor that shares no memory with the original."""
 
     def share_memory(self, item: Any, tensor: Any) -> bool:
-        """Return whether a write into one of the two may change the other."""
+        """Return whether a write into ``item`` or ``tensor`` may change the other one."""
 
 
 class Copy(NamedTuple):
-    """One copy of the model. ``number`` is below ``numbers``, and equal on all ranks that hold parts of this copy."""
+    """The data-parallel copy of the model that a rank trains.
+
+    ``number`` counts from 0 to ``numbers`` - 1. It is equal on all ranks that hold parts of this copy.
+    """
 
     number: int
     numbers: int
@@ -306,7 +325,7 @@ class Copy(NamedTuple):
 
 @runtime_checkable
 class DigestsBatches(Protocol):
-    """An adapter that can compare batches by digest.
+    """An adapter that can compute digests of batches, by which batches are compared.
 
     Attributes:
         copy: the copy of the model that this rank trains. Ranks of other copies have other data.
@@ -315,12 +334,12 @@ class DigestsBatches(Protocol):
     copy: Copy
 
     def digest_batch(self, batch: Any) -> int:
-        """Return a 64-bit digest, equal in every process for the same batch."""
+        """Return a 64-bit digest of a batch. Equal batches have equal digests in all processes."""
 
 
 @runtime_checkable
 class PinsMemory(Protocol):
-    """An adapter whose device copies faster into registered (pinned) memory."""
+    """An adapter whose device copies faster into registered (pinned) host memory."""
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         """Register ``memory`` with the device. Return a function that unregisters it."""

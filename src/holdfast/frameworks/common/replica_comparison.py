@@ -1,9 +1,9 @@
-"""A comparison of the ranks' initial state, made once before the first step.
+"""A comparison of the ranks' initial states, made once before the first step.
 
 Theory. Ranks that hold the same box of a tensor train copies of it. If each rank draws its own initial weights, the
 copies differ, and summed gradients preserve every difference. So before the first step each rank publishes the digest
-of each box that it holds. All ranks reach the same answer from the same numbers: the copies are equal; or they are made
-equal from the lowest rank that holds the box, if the script asks for it; or they are refused.
+of each box that it holds. All ranks draw the same conclusion from the same numbers. If copies differ, all ranks raise
+an error. If the script asks for a broadcast, copies are instead overwritten from the lowest rank that holds the box.
 
 Invariants:
 1. All ranks raise the same error, or none does.
@@ -22,21 +22,21 @@ from holdfast.errors import StateError
 from holdfast.store.layouts.layout import TensorMeta
 
 Sum = Callable[[NDArray[Any]], NDArray[Any]]
-"""Returns the sum of a vector over all ranks, shape [n] -> [n]."""
+"""A function that returns the sum of a vector over all ranks, shape [n] -> [n]."""
 
 NAMED_MAX = 3
 _WORD_BYTES = 8
 
 
 class HeldBox(NamedTuple):
-    """A box that this rank holds, and its bytes."""
+    """A box that this rank holds: its description and its bytes."""
 
     meta: TensorMeta
     data: memoryview
 
 
 class ReplicaDifference(NamedTuple):
-    """A box that several ranks hold with different bytes: index of the tensor, the ranks, and the box's size."""
+    """A box that several ranks hold with different bytes: index of its tensor, the ranks, and the box's size."""
 
     tensor: int
     ranks: tuple[int, ...]
@@ -44,7 +44,10 @@ class ReplicaDifference(NamedTuple):
 
 
 def gathered(total: Sum, rank: int, world_size: int, row: Sequence[int]) -> NDArray[np.int64]:
-    """Return ``row`` of every rank: shape [world_size, len(row)]. Raises: the errors of ``total``."""
+    """Return the rows of all ranks, shape [world_size, len(row)]; ``row`` is this rank's.
+
+    Raises: the errors of ``total``.
+    """
     matrix = np.zeros((world_size, len(row)), np.int64)
     matrix[rank] = row
     found: NDArray[np.int64] = total(matrix.reshape(-1)).reshape(matrix.shape)
@@ -52,7 +55,11 @@ def gathered(total: Sum, rank: int, world_size: int, row: Sequence[int]) -> NDAr
 
 
 def require_same_names(total: Sum, rank: int, world_size: int, names: Sequence[str]) -> None:
-    """Check that all ranks have built tensors of the same names, in the same order. Raises: StateError."""
+    """Check that all ranks have built tensors of the same names, in the same order.
+
+    Raises:
+        StateError: names or order differ between ranks.
+    """
     said = gathered(total, rank, world_size, (len(names), _digest("\n".join(names).encode())))
     others = [other for other in range(world_size) if tuple(said[other]) != tuple(said[0])]
     if others:
@@ -64,7 +71,7 @@ def require_same_names(total: Sum, rank: int, world_size: int, names: Sequence[s
 
 
 def differences(total: Sum, rank: int, world_size: int, held: Sequence[HeldBox]) -> list[ReplicaDifference]:
-    """Return the boxes whose copies differ between the ranks that hold them; the same list on every rank.
+    """Return the boxes whose copies differ between ranks. All ranks get the same list.
 
     Raises:
         StateError: the ranks have built different models.
@@ -81,7 +88,7 @@ def differences(total: Sum, rank: int, world_size: int, held: Sequence[HeldBox])
 
 
 def refuse(held: Sequence[HeldBox], found: Sequence[ReplicaDifference], hint: str) -> None:
-    """Raise StateError, naming the tensors whose copies differ at the start."""
+    """Raise a StateError that names the tensors whose copies differ at the start."""
     names = [repr(held[each.tensor].meta.fqn) for each in found[:NAMED_MAX]]
     more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
     ranks = ", ".join(map(str, found[0].ranks))
@@ -94,10 +101,10 @@ def refuse(held: Sequence[HeldBox], found: Sequence[ReplicaDifference], hint: st
 def broadcast(
     total: Sum, rank: int, held: Sequence[HeldBox], found: Sequence[ReplicaDifference]
 ) -> dict[str, NDArray[np.uint8]]:
-    """Send the bytes of each box that differs from its lowest holder to the holders with other bytes.
+    """Send each differing box from the lowest rank that holds it to the other ranks that hold it.
 
     Returns:
-        The bytes that this rank has to take over, by tensor name.
+        The bytes with which this rank must overwrite its boxes, by tensor name.
     """
     received = {}
     for each in found:
@@ -111,12 +118,15 @@ def broadcast(
 
 
 def box_key(meta: TensorMeta) -> int:
-    """Return 63 bits that are equal for equal boxes of one tensor."""
+    """Return a 63-bit key of a box: equal boxes of one tensor have equal keys."""
     return _digest(f"{meta.fqn}{list(meta.shape)}{meta.box}{meta.dtype}".encode())
 
 
 def parts(keys: Sequence[int] | NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks with equal keys, each ascending, ordered by their lowest rank."""
+    """Return the groups of ranks with equal keys. Ranks in a group ascend; groups are ordered by their lowest rank.
+
+    ``keys`` has one key per rank.
+    """
     found: dict[int, list[int]] = {}
     for rank, key in enumerate(keys):
         found.setdefault(int(key), []).append(rank)

@@ -1,4 +1,4 @@
-"""Restoring values into the objects that the user's own code holds."""
+"""The restoration of values into the objects that the user's own code holds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 Fill = Callable[[Any, Any], bool]
-"""Copies the contents of the second tensor into the first; returns False if they are not two matching tensors."""
+"""A function that copies the contents of the second tensor into the first. False: they do not match."""
 
 
 def put_into(current: Any, value: Any, fill: Fill) -> Any:
-    """Give ``current`` the contents of ``value`` where possible; return the object that belongs in its place.
+    """Copy the contents of ``value`` into the object ``current`` where possible. Return the object to use.
 
-    Code that holds a tensor, an array or a container then sees the new contents without fetching it again. Numbers,
-    text, tuples and values of another shape or type cannot be filled: they are replaced.
+    Code that holds a tensor, an array or a container then sees the new contents without fetching the object again. If
+    ``current`` cannot be filled (numbers, text, tuples, another shape or type), ``value`` itself is returned.
     """
     if fill(current, value) or _fill_array(current, value):
         return current
@@ -54,5 +54,5 @@ def _fill_array(current: Any, value: Any) -> bool:
 
 
 def has_state(item: Any) -> bool:
-    """Return True if the object has ``state_dict`` and ``load_state_dict``, as torch's have."""
+    """Return True if the object has methods ``state_dict`` and ``load_state_dict``, as torch's objects have."""
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))

@@ -1,10 +1,10 @@
-"""Splitting a ``state_dict`` into tensors and plain values, and its inverse.
+"""The division of a ``state_dict`` into tensors and plain values, and its inverse.
 
-Theory. A ``state_dict`` is a tree of containers with tensors and plain values at its leaves. Splitting walks it once.
-Each tensor is passed to the caller with its key path, and the value that the caller returns stands in its place. All
-other values must be such that the store can write them exactly (``store/format/json_values.py``). Containers and
-numbers that the store does not know (sets, deques, numpy scalars) become a marked dictionary. Nothing is ever pickled:
-any other object is refused by name.
+Theory. A ``state_dict`` is a tree of containers with tensors and plain values at its leaves. :func:`split` visits each
+leaf once. It passes each tensor with its key path to the caller, and replaces the tensor by the value that the caller
+returns. All other leaves must be values that the store can write exactly (``store/format/json_values.py``).
+Containers and numbers that the store does not know (sets, deques, numpy scalars) become a marked dictionary. Nothing is
+ever pickled: any other object is refused by name.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from holdfast.store.format.json_values import VALUES_SIZE_BYTES_MAX
 Plain = Any
 """A tree of None, bool, int, float, str, bytes, list, tuple, dict and Counter."""
 Leaf = Callable[[Any, str], Plain]
-"""Called with each object and its key path; returns the value that stands for a tensor, or None for other objects."""
+"""A function of an object and its key path: returns the replacement of a tensor, or None for other objects."""
 Fetch = Callable[[Plain], Any]
-"""Inverse of :data:`Leaf`."""
+"""A function that returns the tensor for a replacement that a :data:`Leaf` returned."""
 
 MARK = "@"
 DEPTH_MAX = 64
 NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
-"""Most values of one tree: each value takes at least two bytes of JSON."""
+"""The largest number of values in one tree. Each value takes at least two bytes of JSON."""
 
 
 def no_leaf(value: Any, path: str) -> Plain:
-    """Return None. Use this for values that hold no tensors."""
+    """Return None: no object is a tensor. This is the ``leaf`` for trees without tensors."""
     return None
 
 
 def split(value: Any, path: str, leaf: Leaf = no_leaf) -> Plain:
-    """Return ``value`` without its tensors.
+    """Return ``value`` with each tensor replaced by the value that ``leaf`` returns for it.
 
     Args:
         path: key path of ``value``, for errors and for ``leaf``.
 
     Raises:
-        StateError: an object cannot be saved; names its key path and type.
+        StateError: an object cannot be saved; the error names its key path and type.
     """
     return _Splitter(leaf).split(value, path, 0)
 
 
 class _Splitter:
-    """One walk over a tree, with a limit on the number of values.
+    """One :func:`split` of a tree, with a limit on the number of values.
 
-    A list that occurs twice is walked twice, so a few lists may expand to more than any memory holds.
+    A list that occurs twice is visited twice, so a few lists may expand to more values than memory holds.
     """
 
     def __init__(self, leaf: Leaf) -> None:
@@ -70,7 +70,7 @@ class _Splitter:
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes, np.float64):
             return value
-        # Not kind V (fields, or another library's type): bytes alone do not say what they mean.
+        # Not kind V (structured, or another library's type): dtype.str does not say what its bytes mean.
         if isinstance(value, np.generic) and value.dtype.kind != "V":
             return {MARK: "scalar", "dtype": value.dtype.str, "v": value.tobytes()}
         return self._container(value, path, depth + 1)
@@ -84,8 +84,7 @@ class _Splitter:
             return Counter(made) if kind is Counter else made
         if kind is list:
             return self._each(value, path, depth)
-        # A tuple subclass with named fields would come back as another type. torch.Size may: it is used as a plain
-        # tuple.
+        # A tuple subclass with named fields would come back as a plain tuple. For torch.Size that is no loss.
         if isinstance(value, tuple) and (kind is tuple or kind.__name__ == "Size"):
             return tuple(self._each(value, path, depth))
         if kind in (set, frozenset):
@@ -103,10 +102,10 @@ class _Splitter:
 
 
 def join(value: Plain, fetch: Fetch, path: str = "values") -> Any:
-    """Return the tree that :func:`split` took apart, with its tensors.
+    """Return the original tree, with its tensors, from the result of :func:`split`.
 
     Args:
-        fetch: returns a tensor for the value that stands for it.
+        fetch: returns the tensor for the value with which ``leaf`` replaced it.
         path: key path of ``value``, for errors.
 
     Raises:

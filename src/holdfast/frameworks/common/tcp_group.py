@@ -4,13 +4,13 @@ It serves the frameworks whose own process group cannot be rebuilt in a running 
 
 Theory. Every rank is connected to every other rank. A long vector is summed in two exchanges. First, rank r receives
 the r-th part of all vectors and adds these parts; then all ranks fetch the sums. A short vector is sent to all ranks,
-and each rank adds the vectors. Both ways add in the order of the ranks, so the bits do not depend on timing, on earlier
-sums, or on the way taken.
-A rank that breaks a connection breaks it for all: :meth:`TcpGroup.poison` shuts down every socket of its process. The
+and each rank adds the vectors. Both methods add in the order of the ranks. So the bits of a sum do not depend on
+timing, on earlier sums, or on the method.
+After an error a rank breaks all its connections: :meth:`TcpGroup.poison` shuts down every socket of its process. The
 peers see the end of the stream, so no rank waits for a vector that will not come.
-Each generation has its own connections. Both ends of a connection prove that they have read the secrets of the ranks,
-which travel only over the authenticated channel to the agent. The keys of a connection come from the secrets of both
-ends, as on that channel. Between hosts a tag follows each vector (``sealing.py``).
+Each generation has its own connections. Both ends of a connection prove that they have read the secrets of the ranks.
+These secrets travel only over the authenticated channel to the agent. The keys of a connection are derived from the
+secrets of both ends. Between hosts an authentication tag follows each vector (``sealing.py``).
 
 Invariants:
 1. A sum is returned only when the vector of every rank was received in full: never a partial or a stale one.
@@ -62,7 +62,7 @@ MAGIC = b"HFMESH02"
 SHORT_SIZE_BYTES = 16 * 1024
 PART_SIZE_BYTES = 512 * 1024
 PARTS = 3
-"""Parts that are given to the kernel at once: all of a short vector."""
+"""Number of parts that one call gives to the kernel. It is enough for a whole short vector."""
 POLL_S = 0.5
 HANDSHAKE_S = 10.0
 DIALS_MAX = 5
@@ -92,7 +92,7 @@ class TcpGroup:
         client: the connection to the agent; None only if the world size is one.
         rank, world_size: rank of this process and the number of ranks.
         at: the address at which this rank listens, the same in each generation.
-        encrypts: True if what this rank sends to other hosts is encrypted.
+        encrypts: True if the data that this rank sends to other hosts is encrypted.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class TcpGroup:
         """Connect to the other ranks of ``generation``.
 
         Raises:
-            GroupError: not all ranks connected within ``timeout_s`` (default ``START_S``); names the missing ranks.
+            GroupError: not all ranks connected within ``timeout_s`` (default ``START_S``); the error names the
+                missing ranks.
         """
         self._close()
         self.reason = ""
@@ -190,7 +191,7 @@ class TcpGroup:
             attempts += 1
             try:
                 return self._greet(rank, place, generation, key)
-            # the peer cut it off, with other unproved connections of which it had too many
+            # the peer had too many unproved connections, and closed some of them
             except ConnectionResetError as error:
                 if attempts == DIALS_MAX or self.poisoned:
                     self._fail(self.reason or f"rank {rank} cannot be reached: {error}", GroupError)
@@ -199,7 +200,11 @@ class TcpGroup:
                 self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
 
     def _greet(self, rank: int, place: GroupAddress, generation: Generation, key: bytes) -> _PeerLine:
-        """Return a connection to ``rank`` on which both ends have proved that they are members. Raises: OSError."""
+        """Return a connection to ``rank`` on which both ends have proved that they are members of ``generation``.
+
+        Raises:
+            OSError: the connection failed, or ``rank`` did not prove its membership.
+        """
         nonce = secrets.token_bytes(KEY_SIZE_BYTES)
         sock = dial(Address(place.host, place.port), HANDSHAKE_S)
         try:
@@ -217,7 +222,8 @@ class TcpGroup:
     def _take_callers(self, listener: socket.socket, meeting: _Meeting, deadline_s: float) -> None:
         """Accept connections until all higher ranks are connected.
 
-        The handshakes of several connections run at the same time. Raises: GroupError.
+        The handshakes of several connections run at the same time. Raises: GroupError: time is up, or the group is
+        poisoned.
         """
         callers: dict[int, _Caller] = {}
         strangers: ConnectionLimits[_Caller] = ConnectionLimits()
@@ -240,10 +246,10 @@ class TcpGroup:
         meeting: _Meeting,
         wait_s: float,
     ) -> None:
-        """Read from the connecting processes for at most ``wait_s``.
+        """Read from the connecting processes for at most ``wait_s`` seconds.
 
         A connection that has proved its membership becomes a peer. A connection is closed if it is too slow, sends
-        something invalid, or exceeds the allowed number.
+        something invalid, or exceeds the allowed number of unproved connections.
         """
 
         def drop(caller: _Caller) -> None:
@@ -287,12 +293,12 @@ class TcpGroup:
     # ------------------------------------------------------------------ collectives
 
     def sum(self, vector: Vector, among: Sequence[int] | None = None) -> Vector:
-        """Return the sum over all ranks, added in rank order; shape [n], same type.
+        """Return the sum of the vectors of all ranks, added in rank order; shape [n], same type.
 
         Args:
             vector: vector of this rank, shape [n].
             among: the ranks to sum over, in ascending order and including this rank; None: all. Every rank of the group
-                calls this at the same time. The sets of ranks must form a partition.
+                calls this method at the same time. The ranks' sets must form a partition of all ranks.
 
         Raises:
             PeerLost: a rank is lost, or the group is poisoned.
@@ -315,7 +321,7 @@ class TcpGroup:
         return self._sum_long(mine, members)
 
     def _sum_long(self, mine: Vector, members: Sequence[int]) -> Vector:
-        """Sum a long vector: each rank adds one part, then fetches the other parts."""
+        """Sum a long vector: each rank adds one part of all vectors, then fetches the sums of the other parts."""
         peers = [rank for rank in members if rank != self.rank]
         edges = [len(mine) * index // len(members) for index in range(len(members) + 1)]
         slices = {rank: slice(edges[index], edges[index + 1]) for index, rank in enumerate(members)}
@@ -374,7 +380,7 @@ class _PeerLine(NamedTuple):
 
 
 class _Meeting(NamedTuple):
-    """The data that this rank needs to check and answer connecting processes: generation, rank, secrets."""
+    """The data with which this rank checks and answers connecting processes: generation, rank, secrets."""
 
     generation: Generation
     rank: int
@@ -396,7 +402,14 @@ class _Caller:
         self._data = b""
 
     def hear(self, meeting: _Meeting, here: Container[int]) -> tuple[int, _PeerLine] | None:
-        """Read what has arrived and answer it; return rank and connection once the membership is proved.
+        """Read the next bytes of the handshake and answer them.
+
+        Args:
+            meeting: the data to check the handshake with.
+            here: the ranks that are connected already.
+
+        Returns:
+            Rank and connection once the membership is proved; before that None.
 
         Raises:
             OSError: the connection was closed, or the process is not one of the missing members.
@@ -438,7 +451,7 @@ class _Flow:
         self._later = _sent(line, [head, _bytes(outgoing)])
         self._out = list(islice(self._later, PARTS))
         self._opened = None if line.plain else line.incoming.open_batch(local=False)
-        self._unproved: OpenedBatch | None = None  # all its bytes are here
+        self._unproved: OpenedBatch | None = None  # a complete vector that waits for its tag
         self._tag = bytearray(TAG_SIZE_BYTES)
         self._head = bytearray(_HEAD.size)
         self._expected = _HEAD.pack(number, incoming.nbytes, kind)
@@ -449,7 +462,7 @@ class _Flow:
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
     def move(self) -> None:
-        """Send and receive what is possible now. Raises: OSError."""
+        """Send and receive the bytes that the socket takes and has now. Raises: OSError."""
         if self._out:
             with suppress(BlockingIOError):
                 self._advance(self._out, self._sock.sendmsg(self._out), None)
@@ -468,7 +481,11 @@ class _Flow:
                     self._check()
 
     def _check(self) -> None:
-        """Continue after a complete part: expect the tag after a vector, or check the tag. Raises: OSError."""
+        """Continue after a complete vector or a complete tag: expect the tag of the vector, or check the tag.
+
+        Raises:
+            OSError: the tag is not that of the vector.
+        """
         if self._opened is not None:
             self._unproved, self._opened = self._opened, None
             self._in = [memoryview(self._tag)]
@@ -488,7 +505,10 @@ class _Flow:
 
 
 def _sent(line: _PeerLine, parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes to send: the plain parts, or the sealed parts and their tag. A part is sealed when it is due."""
+    """Yield the bytes to send: ``parts`` themselves, or their sealed pieces and a tag.
+
+    A piece is sealed only when the caller fetches it.
+    """
     if line.plain:
         yield from parts
         return
@@ -502,15 +522,19 @@ def _sent(line: _PeerLine, parts: Sequence[memoryview]) -> Iterator[memoryview]:
 def meet(
     client: WorkerClient, space: str, rank: int, world_size: int, own: GroupAddress, limit_s: float
 ) -> dict[int, GroupAddress]:
-    """Publish the address of this rank and wait for all others; return the addresses by rank.
+    """Publish the address of this rank, and wait for those of all others. Return the addresses by rank.
+
+    Args:
+        space: first part of the keys under which the ranks publish.
 
     Raises:
-        GroupError: not all ranks published within ``limit_s``; names the missing ranks.
+        GroupError: not all ranks published within ``limit_s`` seconds (the error names the missing ranks), or a fault
+            ended the wait.
     """
     keys = tuple(f"{space}/{other}" for other in range(world_size))
     client.kv("set", (keys[rank],), msgspec.json.encode(own))
     deadline_s = time.monotonic() + limit_s
-    # Wait in short slices: a fence that comes before the request is queued would not end a long one.
+    # Wait in short slices: a fence that comes before the request is queued would not end a long request.
     while not (reply := client.kv("wait", keys, timeout_s=POLL_S)).ok and time.monotonic() < deadline_s:
         if client.fenced or reply.error == "fenced":
             raise GroupError("a recovery began while the ranks were meeting")
@@ -530,7 +554,7 @@ def meet(
 
 
 def start_limit_s() -> float:
-    """Return the start-up deadline in seconds.
+    """Return the time in seconds that a rank waits for the others to start.
 
     Raises:
         UsageError: ``HOLDFAST_START_S`` holds no positive number.
@@ -551,7 +575,7 @@ def start_limit_s() -> float:
 
 
 def host_of(client: WorkerClient | None) -> str:
-    """Return the host at which a framework's own connections reach the workers of this node."""
+    """Return the host name or address at which the workers of this node listen for a framework's own connections."""
     if client is None or client.run_dir is None:
         return LOOPBACK.host
     return RunSettings.load(client.run_dir).bind
@@ -571,7 +595,7 @@ def _keys(
     client: tuple[int, bytes, bytes],
     encrypts: bool,
 ) -> ConnectionKeys:
-    """Return the keys of one connection; each end is given as its rank, its secret and its nonce."""
+    """Return the keys of one connection. Each end is given as its rank, its secret and its nonce."""
     context = (
         "mesh",
         str(generation),
@@ -611,8 +635,8 @@ def _bytes(vector: Vector) -> memoryview:
 
 
 def _ignore(reason: str) -> None:
-    """Do nothing: the function that is called at a fault until another one is set."""
+    """Do nothing: the default of :attr:`TcpGroup.on_fault`."""
 
 
 def _ignore_count(count: int, what: str) -> None:
-    """Do nothing: the function that is called at a collective until another one is set."""
+    """Do nothing: the default of :attr:`TcpGroup.on_collective`."""

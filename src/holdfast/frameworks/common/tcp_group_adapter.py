@@ -23,17 +23,17 @@ log = logging.getLogger("holdfast")
 
 SEED_PRIME = 1_000_003
 BETWEEN = 1 << 40
-"""Seeds of the code between two blocks are made from step numbers from here on."""
+"""Added to the step to seed the code between two blocks, so that its seeds differ from those of blocks."""
 
 
 class AdapterState(Protocol):
     """The training state that a :class:`TcpGroupAdapter` saves, compares and restores."""
 
     def take_before(self, step: int) -> None:
-        """Copy what the script may change before it enters the block of ``step``."""
+        """Copy the state that the script may change before it enters the block of ``step``."""
 
     def collect(self, *, frozen: bool) -> Collected:
-        """Return the state now, or with ``frozen`` the state at the start of the open step."""
+        """Return the present state, or, if ``frozen``, the state at the start of the current step."""
 
     def trains(self, fqn: str) -> bool:
         """Return True if only updates change this tensor: a weight, or state of the optimizer."""
@@ -42,7 +42,7 @@ class AdapterState(Protocol):
         """Return True if the tensor belongs to the framework and not to the user's own state."""
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set tensors of this rank to these bytes, by tensor name."""
+        """Overwrite tensors of this rank with these bytes, by tensor name."""
 
 
 Kept = TypeVar("Kept", bound=AdapterState)
@@ -70,7 +70,7 @@ class TcpGroupAdapter(Generic[Kept]):
     def _lines(self) -> TcpGroup:
         """Return the TCP group of this process, which may not be connected yet.
 
-        It connects only when it is used, because the session finds its agent first.
+        The group connects only at its first use, because the session finds its agent first.
         """
         if self._mesh is None:
             client = WorkerClient.current()
@@ -99,25 +99,25 @@ class TcpGroupAdapter(Generic[Kept]):
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Set the functions of the session that are called at events of a step, at faults and at collectives."""
+        """Set the session's functions: ``hooks`` for events of a step, ``on_fault``, ``on_collective``."""
         self._hooks = hooks
         self._lines().on_fault = on_fault
         self._lines().on_collective = on_collective
 
     def detach(self) -> None:
-        """Close the connections."""
+        """Close the connections, and forget the session's hooks."""
         self._hooks = None
         if self._mesh is not None:
             self._mesh.close()
 
     def _broke(self, reason: str) -> None:
-        """Report to the other ranks at once that a collective of the framework itself broke."""
+        """Break Holdfast's connections and report a fault, because a collective of the framework itself broke."""
         if not self.poisoned:
             self._lines().poison(reason)
             self._lines().on_fault(reason)
 
     def _reseed(self, step: int) -> int:
-        """Seed Python and NumPy for one step.
+        """Seed the generators of Python and NumPy for one step.
 
         Returns:
             The number from which a framework derives its own seed.
@@ -128,13 +128,16 @@ class TcpGroupAdapter(Generic[Kept]):
         return mixed
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed Python and NumPy for the code before a block, and copy what the script may change there."""
+        """Seed Python and NumPy for the code that the script runs before a block.
+
+        Unless ``again``, copy the user's state.
+        """
         self._reseed(BETWEEN + step)
         if not again:
             self.remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates and the user's own state."""
+        """Copy learning rates and the user's own state, which the script may change before the block of ``step``."""
         self.state.take_before(step)
 
     def vote(self, vector: list[int]) -> list[int]:
@@ -144,12 +147,12 @@ class TcpGroupAdapter(Generic[Kept]):
     # ------------------------------------------------------------------ copies
 
     def begin_equal(self) -> None:
-        """Check before the first step of a fresh job that the copies of the state are equal on all ranks.
+        """Check before the first step of a new job that the copies of the state are equal on all ranks.
 
-        If the script asks for it, unequal copies are overwritten with those of the lowest rank.
+        If the script asks for a broadcast, unequal copies are overwritten from the lowest rank that holds them.
 
         Raises:
-            StateError: the copies differ and the script does not ask for a broadcast; names the tensors.
+            StateError: copies differ and the script does not ask for a broadcast; the error names the tensors.
             PeerLost: a rank is lost.
         """
         if self.world_size == 1:
@@ -182,23 +185,23 @@ class TcpGroupAdapter(Generic[Kept]):
         return self.state.trains(fqn)
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
-        """Return the 64-bit digest of parts of the state (``frameworks.common.optional_abilities.ComparesCopies``)."""
+        """Return one 64-bit digest of byte ranges of the state (``optional_abilities.ComparesCopies``)."""
         return digest_of(self._of_vote() or collected, parts)
 
     def _of_vote(self) -> Collected | None:
-        """Return the state that the current vote is about; None if no vote is in progress."""
+        """Return the state that the vote in progress is about; None if no vote is in progress."""
         return None
 
     def poison(self, reason: str) -> None:
         """Break every sum in progress.
 
-        A hang in a collective of the framework itself is not broken: it ends only when the process is killed.
+        A hang in a collective of the framework itself continues. Only a kill of the process ends it.
         """
         if self._mesh is not None:
             self._mesh.poison(reason)
 
     def enter_update(self) -> None:
-        """Do nothing."""
+        """Do nothing: this adapter does not forbid collectives."""
 
     def end_rehearsal(self) -> None:
-        """Do nothing."""
+        """Do nothing: :meth:`reconfigure` ends the rehearsal of a newcomer."""

@@ -2,9 +2,9 @@
 
 Theory. An entry is a tree of plain values, NumPy arrays and tensors of the framework (parameters, variables), or an
 object with ``state_dict`` and ``load_state_dict``. Arrays and tensors are saved as tensors of the job, named by their
-key path. All other values are saved as plain values. The script may change its state at any time, so copies are made
-when a step begins, and again when the script is given a step. Restored values are put into the same objects, because
-the script also holds these.
+key path. All other values are saved as plain values. The script may change its state at any time. So copies are made
+when a step begins, and again when the script is given a step. A restored value is written into the object that the
+script holds.
 
 Invariants:
 1. A :class:`Taken` shares no memory with the state.
@@ -32,19 +32,19 @@ PREFIX = "state."
 
 
 class UserTensors(Protocol):
-    """The operations on tensors of a framework that :class:`UserState` needs."""
+    """The operations on a framework's tensors that :class:`UserState` needs."""
 
     def owns(self, item: Any) -> bool:
         """Return True if ``item`` is a tensor of the framework."""
 
     def read(self, item: Any) -> Array:
-        """Return the values of a tensor; the array may share its memory."""
+        """Return the values of a tensor. The array may share memory with the tensor."""
 
     def make(self, array: Array) -> Any:
         """Return a new tensor with these values."""
 
     def fill(self, current: Any, value: Any) -> bool:
-        """Copy the values of one tensor into another; return False if ``current`` cannot take them."""
+        """Copy the values of ``value`` into the tensor ``current``. Return False if ``current`` cannot take them."""
 
 
 class Taken(NamedTuple):
@@ -57,7 +57,7 @@ class Taken(NamedTuple):
     arrays: Mapping[str, Array]
 
     def metas(self) -> tuple[TensorMeta, ...]:
-        """Return the metadata of the arrays, each whole on this rank."""
+        """Return the metadata of the arrays. Each array is whole on this rank."""
         return tuple(
             TensorMeta(fqn, DTYPE_NAMES[array.dtype.name], array.shape, Box.whole(array.shape))
             for fqn, array in self.arrays.items()
@@ -68,7 +68,10 @@ NOTHING_TAKEN = Taken({}, {})
 
 
 class UserStateBefore(NamedTuple):
-    """Values that the script may have changed since it was given ``step`` or a loop ended, from before that time."""
+    """Copies that were made when the script was given ``step``, or when a loop ended.
+
+    The script may change the originals from then on.
+    """
 
     step: int
     arrays: Mapping[str, Array]  # of the optimizer, by tensor name
@@ -82,11 +85,11 @@ class UserState:
     """The user's own state of one rank.
 
     Args:
-        items: the user's own dict, by entry name.
+        items: the dict that the user gave, by entry name.
         tensors: the framework's tensor operations.
 
     Raises:
-        StateError: a value cannot be saved; names its key path and type.
+        StateError: a value cannot be saved; the error names its key path and type.
     """
 
     def __init__(self, items: dict[str, Any], tensors: UserTensors) -> None:
@@ -95,7 +98,7 @@ class UserState:
         self.take()
 
     def take(self) -> Taken:
-        """Return copies of the current state. Raises: StateError."""
+        """Return copies of the current values. Raises: StateError: a value cannot be saved."""
         arrays: dict[str, Array] = {}
 
         def add(value: Any, path: str) -> Plain:
@@ -128,7 +131,7 @@ class UserState:
         return hash(tuple(forms))
 
     def put(self, taken: Taken) -> None:
-        """Put all values back into the objects that the script holds."""
+        """Put all values of ``taken`` back into the objects that the script holds."""
         for name, plain in taken.plain.items():
             if name in self._items:
                 self._put(name, plain, taken.arrays)
@@ -136,10 +139,14 @@ class UserState:
     def prepare(
         self, catalogue: Catalogue, saved: Mapping[str, Plain]
     ) -> tuple[Mapping[str, Array], Callable[[], None]]:
-        """Prepare a load of ``saved``: return the arrays to fill, and a function to call after they are filled.
+        """Prepare a load of the plain values ``saved``.
+
+        Returns:
+            The arrays to fill, by tensor name, and a function to call when they are filled.
 
         Raises:
-            CheckpointMismatch: the checkpoint names a tensor that it does not hold.
+            CheckpointMismatch: the plain values name a tensor that the checkpoint does not hold, or not in a known
+                type.
         """
         tell_other_names(self._items, saved)
         arrays: dict[str, Array] = {}

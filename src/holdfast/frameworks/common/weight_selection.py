@@ -2,9 +2,9 @@
 
 It works for checkpoints of every framework.
 
-Theory. The plain values of a session name every tensor that is not the model's (``frameworks/common/state_tree.py``).
-With pipeline stages each writer knows only the optimizer state of its own parameters. The values of all writers, or of
-those that a rank needs, are therefore merged.
+Theory. The plain values of a session name every tensor that does not belong to the model
+(``frameworks/common/state_tree.py``). With pipeline stages each writer knows only the optimizer state of its own
+parameters. So the values of all writers, or of the writers that a rank needs, are merged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.store.layouts.layout import Catalogue
 from holdfast.store.read.load import Opened, load_catalogue, load_values_of_all
 
 EXTRA_STATE = "_extra_state"
-"""The part of a tensor's name that marks extra state of a module (``get_extra_state``) and not a tensor of it."""
+"""The part of a name that marks extra state of a module (``get_extra_state``), which is no parameter or buffer."""
 
 
 def joined_values(
@@ -27,13 +27,13 @@ def joined_values(
 ) -> dict[str, Plain]:
     """Return the plain values of a checkpoint, merged from all its writers.
 
-    The values of one writer come first. Optimizer state and names, which differ by parameter or module, are taken from
-    all of them.
+    Most values are those of the first writer. Optimizer state and names, which differ by parameter or module, are taken
+    from all writers.
 
     Args:
-        names: tensors of the rank that asks. Writers without values for them are left out. The writer with values for
-            most of them is the first, or the rank itself if no writer has more.
-        rank: the rank that asks.
+        names: names of the tensors of ``rank``; None: all. Writers without values for these tensors are left out. The
+            first writer is the one with values for most of them, or ``rank`` itself if no writer has more.
+        rank: the rank for which the values are read; -1: no particular rank.
 
     Raises:
         CheckpointInvalid: the checkpoint is damaged.
@@ -45,10 +45,10 @@ def joined_values(
 def with_values_of(
     first: Mapping[str, Plain], others: Iterable[Mapping[str, Any]], what: str
 ) -> dict[str, Plain]:
-    """Return ``first`` with the optimizer state and the names of ``others`` added.
+    """Return the values ``first`` with the optimizer state and the names of ``others`` added.
 
     Args:
-        what: the values, as an error names them.
+        what: a name for the values in an error.
 
     Raises:
         CheckpointInvalid: the values contradict each other.
@@ -76,15 +76,15 @@ def _add_values(values: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def is_sessions(values: Mapping[str, Plain]) -> bool:
-    """Return True if a session wrote these values: they then name every tensor that is not the model's."""
+    """Return True if a session wrote these values. They then name every tensor that does not belong to the model."""
     return all(isinstance(values.get(key), dict) for key in ("aliases", "optimizers", "schedulers", "state"))
 
 
 def weights(catalogue: Catalogue, values: Mapping[str, Plain]) -> list[str]:
     """Return the names of the model's parameters and persistent buffers, sorted.
 
-    If no session wrote the values, all names are returned. Extra state of modules is left out, because it may be
-    something other than one tensor.
+    If no session wrote the values, all tensor names are returned. Extra state of modules is left out, because one entry
+    may consist of several tensors or none.
     """
     if not is_sessions(values):
         return [t.fqn for t in catalogue.tensors]
@@ -93,15 +93,15 @@ def weights(catalogue: Catalogue, values: Mapping[str, Plain]) -> list[str]:
 
 
 def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set[str]:
-    """Return those of the given tensor names that are neither parameters nor buffers of the model.
+    """Return the given tensor names that are neither parameters nor buffers of the model.
 
     Args:
         names: names of the tensors of a checkpoint.
-        values: plain values from some of the ranks that wrote the checkpoint. They may not mention optimizer state and
+        values: plain values from some of the ranks that wrote the checkpoint. They may lack optimizer state and
             extra state of another rank's modules, or user state that only another rank has. Such tensors are
             recognised by names that no tensor of a model has.
     """
-    if "framework" in values:  # not torch: values that name no tensors but the user's
+    if "framework" in values:  # not torch: these values name only the user's tensors
         return {name for name in names if name.startswith("optimizer.")} | (tensors_of(values) & set(names))
     found = tensors_of(values)
     starts = tuple(f"optimizer.{name}." for name in values.get("optimizers") or ())
@@ -115,7 +115,7 @@ def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set
 
 
 def tensors_of(values: Mapping[str, Plain]) -> set[str]:
-    """Return the names of the tensors that the values refer to."""
+    """Return the names of all tensors that the plain values refer to."""
     found: set[str] = set()
 
     def note(stands_for: Plain) -> Any:
@@ -128,18 +128,18 @@ def tensors_of(values: Mapping[str, Plain]) -> set[str]:
 
 
 def _is_of_another(name: str, names: Collection[str]) -> bool:
-    """Return True if the name begins with the name of a tensor: it is then state of that parameter."""
+    """Return True if the name begins with the name of a tensor, so that it names optimizer state of that parameter."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in names for count in range(1, len(parts)))
 
 
 def extra_states(values: Mapping[str, Plain]) -> frozenset[str]:
-    """Return the names of the modules' extra state in these values; none if they are older than that feature."""
+    """Return the names of the extra states of modules in these values; none in checkpoints from before this feature."""
     return frozenset(values.get("modules") or ())
 
 
 def weights_of(path: Place | Opened) -> list[str]:
-    """Return the names of the model's weights in one checkpoint, as :func:`weights` does.
+    """Return the names of the model's weights in the checkpoint at ``path``, as :func:`weights` does.
 
     Raises:
         CheckpointInvalid: the checkpoint is damaged.
@@ -148,9 +148,9 @@ def weights_of(path: Place | Opened) -> list[str]:
 
 
 def _joined(mine: dict[str, Plain], other: dict[str, Plain]) -> dict[str, Plain]:
-    """Return one optimizer's values from two writers.
+    """Return one optimizer's values, merged from two writers.
 
-    Both have the same parameter groups, but the members and the state may belong to different pipeline stages.
+    Both writers have the same parameter groups. Their members and state may belong to different pipeline stages.
     """
     made = {**mine, "state": {**mine["state"], **other["state"]}}
     for key in ("members", "added"):  # names by group

@@ -1,1 +1,1 @@
-"""MindSpore: adapter, state, data position, gradients inside the compiled graph, checkpoint files."""
+"""The package for MindSpore: adapter, state, data position, gradients in the compiled graph, checkpoint files."""

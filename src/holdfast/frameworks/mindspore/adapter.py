@@ -2,8 +2,8 @@
 
 Gradients are summed in one of two ways. In stand-alone mode the gate (``gradient_gate.py``) sums them over Holdfast's
 own connections (``frameworks/common/tcp_group.py``), which can be rebuilt in the running process. In data parallel mode
-MindSpore's own AllReduce sums them, and the gate only votes. MindSpore's group is never used again after a fault,
-because it then silently returns wrong sums: every fault restarts the workers.
+MindSpore's own AllReduce sums them, and the gate only votes. After a fault MindSpore's group silently returns wrong
+sums. So it is never used again: in data parallel mode every fault restarts the workers.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         cell: the training cell, for instance ``nn.TrainOneStepCell``: it has ``grad_reducer`` and ``optimizer``.
         extras: the user's own state.
         seed: base of the seeds of Python's, NumPy's and MindSpore's default generators at each step.
-        slices: this rank's parts of parameters that ranks share.
-        redo: aborts the open step and begins it again; called inside the graph after a fault.
+        slices: this rank's slices of the parameters that are divided among ranks.
+        redo: aborts the current step and begins it again; the gate calls it inside the graph after a fault.
 
     Raises:
-        UnsupportedError: framework version, device, parallel mode or training cell.
+        UnsupportedError: framework version, parallel mode or training cell.
         StateError: see :class:`MindSporeState`.
     """
 
@@ -98,9 +98,9 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._rehearsed = False
         self._passed = False
         self._voting = False  # the gradients are at the gate
-        self._in_gate = False  # the graph runs, and waits for the gate
+        self._in_gate = False  # a block begins again while the graph runs and waits for the gate
         self._buffers: NDArray[Any] | None = None
-        self._flushed = False  # denormals in this thread, before the session
+        self._flushed = False  # whether this thread flushed denormals before the session
 
     # ------------------------------------------------------------------ hooks
 
@@ -110,21 +110,21 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         """Put the gate between the gradients and the optimizer. The graph must not have been compiled yet."""
         super().attach(hooks, on_fault, on_collective)
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
-        # Broadcast in begin_equal(): MindSpore has no broadcast without a parallel mode or on CPU.
+        # begin_equal() broadcasts: MindSpore has no broadcast without a parallel mode or on CPU.
         if self._broadcasts():
             ms.set_auto_parallel_context(parameter_broadcast=False)
         self._announce_compiling()
         self._flushed = flush_denormals(True)
 
     def detach(self) -> None:
-        """Close the connections. A compiled graph keeps its gate, which refuses gradients from now on."""
+        """Close the connections. A compiled graph keeps its gate, which raises at the next gradients."""
         super().detach()
         flush_denormals(self._flushed)
         self._host.grad_reducer = self._before
         self._cell.__dict__.pop("compile", None)
 
     def _announce_compiling(self) -> None:
-        """Report to the session when MindSpore compiles, so that this time is not taken for a hang.
+        """Report to the session when MindSpore compiles, so that the session does not take this time for a hang.
 
         MindSpore compiles at the first call and for each new shape.
         """
@@ -141,7 +141,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._cell.__dict__["compile"] = announced
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return True, and report the fault, if MindSpore's own AllReduce broke.
+        """Return True, and report the fault, if ``error`` means that MindSpore's own AllReduce broke.
 
         A broken sum over Holdfast's connections has already poisoned the process.
         """
@@ -151,7 +151,10 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         return broken
 
     def _through(self, vector: NDArray[Any]) -> NDArray[Any]:
-        """Run the gate: sum the gradients and vote. After a fault, do both again with the same gradients."""
+        """Pass the gradients through the gate: sum them and vote.
+
+        After a fault, sum and vote again with the same gradients.
+        """
         if self._hooks is None:
             raise StepError(
                 "a guarded optimizer steps outside of a step",
@@ -178,7 +181,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
                 return total
 
     def _again(self) -> None:
-        """Begin the block again inside the gate, with the gradients that it has already computed."""
+        """Begin the current block again inside the gate, with the gradients that it has already computed."""
         self._in_gate = True
         try:
             self._redo()
@@ -186,7 +189,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
             self._in_gate = False
 
     def _summed(self, vector: NDArray[Any]) -> NDArray[Any]:
-        """Return the sum of the gradients over the job, followed by rank 0's buffers."""
+        """Return the sum of the gradients over all ranks, followed by rank 0's buffers, as one vector."""
         return vector if self.world_size == 1 else self._reduction.reduced(vector, self._sum)
 
     def _sum(self, vector: NDArray[Any], among: Sequence[int] | None) -> NDArray[Any]:
@@ -200,20 +203,23 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     # ------------------------------------------------------------------ state
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> MindSporeCollected:
-        """Return the present state, or with ``frozen`` the state at the start of the current step."""
+        """Return the present state, or, if ``frozen``, the state at the start of the current step."""
         return self.state.collect(frozen=frozen, before=before)
 
     def state_size(self) -> int:
         """Return a number that changes with the layout of the user's own state.
 
-        MindSpore's optimizers have all their state from the start.
+        The layout of the optimizer does not change, because MindSpore's optimizers have all their state from the start.
         """
         return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
-        """Return the object that loads a checkpoint into this state: the caller fills its buffers, then finishes it.
+        """Return the object that loads a checkpoint into this state.
 
-        Raises: CheckpointMismatch.
+        The caller fills its buffers, then calls its ``finish``.
+
+        Raises:
+            CheckpointMismatch: the checkpoint does not fit this state.
         """
         return self.state.restore(catalogue, values)
 
@@ -222,7 +228,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         return DataFeed(loader, self._seed, self.world_size, self._drawing)
 
     def _drawing(self, busy: bool) -> None:
-        """Report to the session that an epoch is drawn again up to its place, so that this is not taken for a hang."""
+        """Report to the session that drawn batches are drawn again, so that this is not taken for a hang."""
         if self._hooks is not None:
             self._hooks.compiling(busy)
 
@@ -231,7 +237,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def begin(self, step: int) -> None:
         """Seed the generators and copy the state that the step may change.
 
-        Nothing is done if the same step begins again inside the graph, after forward has run.
+        If the same step begins again inside the graph, after the forward pass, do nothing.
         """
         if self._in_gate:
             return
@@ -243,16 +249,16 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         """Do nothing: a broken sum raises in the gate, which handles it."""
 
     def record(self, name: str) -> None:
-        """Raise UnsupportedError, because tentative updates are not supported with MindSpore."""
+        """Raise UnsupportedError, because MindSpore's updates cannot be made before the vote."""
         raise UnsupportedError(
             "step.update(name) is not supported with MindSpore", hint="one optimizer per step"
         )
 
     def prepare_vote(self) -> None:
-        """Do nothing: the gate got its vector from the device, so the gradients are complete."""
+        """Do nothing: the gradients are complete, because the gate has already read them from the device."""
 
     def end(self) -> None:
-        """Take over rank 0's moving statistics, after the graph has run.
+        """Set this rank's buffers (moving statistics) to rank 0's, after the graph has run.
 
         Raises:
             StepError: the gradients did not pass the gate, so weights changed without a vote.
@@ -272,13 +278,13 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
                 assign(parameter, piece.reshape(parameter.shape))
 
     def release(self) -> None:
-        """Do nothing: no collectives were blocked."""
+        """Do nothing: :meth:`shield` did nothing either."""
 
     def abort(self) -> None:
-        """Restore the copied values, which are not weights.
+        """Restore the copied values, which do not include the weights.
 
         In the gate nothing is restored, because the gradients are kept and no weight has changed. After MindSpore's own
-        group broke, nothing is restored either: operators may not end then, and this process will be replaced.
+        group broke, nothing is restored either: operators may then hang, and this process will be replaced.
         """
         if not self._in_gate and not (self._native and self.poisoned):
             self.state.put_back()
@@ -286,7 +292,10 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     # ------------------------------------------------------------------ copies
 
     def _of_vote(self) -> MindSporeCollected | None:
-        """Return the present weights, with copies of what the graph may have changed since the step began."""
+        """Return the state of the vote in progress; None if no vote is in progress.
+
+        It has the present weights, and the copies of values that the graph may have changed.
+        """
         return self.state.collect(frozen=True) if self._voting else None
 
     def _broadcasts(self) -> bool:
@@ -301,7 +310,12 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     # ------------------------------------------------------------------ groups
 
     def reconfigure(self, generation: Generation) -> None:
-        """Connect to the other ranks again under ``generation``. Raises: GroupError."""
+        """Connect to the other ranks again under ``generation``.
+
+        Raises:
+            GroupError: a rank did not connect, or gradients are summed by MindSpore's own group, which cannot be
+                rebuilt.
+        """
         if self._native:
             raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
         self._alone = False
@@ -309,7 +323,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
-        """Return True at the first call in a newcomer, which rehearses its block before it connects.
+        """Return True at the first call in a newcomer, which rehearses its block before it connects to the other ranks.
 
         In the rehearsal the newcomer compiles its graph and computes gradients.
         """
@@ -323,7 +337,8 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
 def check_supported() -> None:
     """Refuse an unsupported version or parallel mode, and warn about an untested device.
 
-    Raises: UnsupportedError: names what is supported.
+    Raises:
+        UnsupportedError: the error names the supported versions or modes.
     """
     if not ms.__version__.startswith(VERSIONS):
         raise UnsupportedError(
@@ -342,7 +357,7 @@ def check_supported() -> None:
 
 
 def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> None:
-    """Check that the gradient of every slice is added only on the ranks that hold it.
+    """Check that the gradient of every slice is added only on the ranks that hold this slice.
 
     Raises:
         UsageError: a ``layerwise_parallel`` parameter is not declared; the error names it.
@@ -350,7 +365,7 @@ def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> No
     """
     for parameter in cell.get_parameters():
         name = str(parameter.name)
-        # Declared is a slice itself, or an optimizer slot of one.
+        # The parameter is a declared slice, or an optimizer slot of a declared slice.
         declared = name in slices or any(name.endswith(f".{each}") for each in slices)
         if parameter.layerwise_parallel and not declared:
             raise UsageError(
@@ -366,7 +381,7 @@ def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> No
 
 
 def parallel_mode() -> str:
-    """Return MindSpore's parallel mode."""
+    """Return the name of MindSpore's parallel mode, for example ``stand_alone``."""
     return str(ms.get_auto_parallel_context("parallel_mode"))
 
 
@@ -374,7 +389,8 @@ def place() -> tuple[int, int]:
     """Return rank and world size, from MindSpore's group or the launcher's variables.
 
     Raises:
-        UsageError: the variables contradict each other or the group, or are incomplete.
+        UsageError: the variables are incomplete, or contradict each other or the group.
+        SystemExit: this process is msrun's scheduler, which does not train and so must end.
     """
     if GlobalComm.INITED:
         return place_here((int(get_rank()), int(get_group_size())))
@@ -386,7 +402,7 @@ def place() -> tuple[int, int]:
 def _gate_place(cell: Any) -> Any:
     """Return the cell whose ``grad_reducer`` the gate replaces.
 
-    This is the cell (:class:`Relay`) inside an optimizer that Holdfast has wrapped, otherwise the training cell.
+    It is the cell :class:`Relay` inside an optimizer that Holdfast has wrapped, otherwise the training cell.
     """
     optimizer = getattr(cell, "optimizer", None)
     if optimizer is None:

@@ -1,10 +1,10 @@
 """The conversion of checkpoints to and from MindSpore's own files, for use with MindSpore's tools.
 
-Theory. MindSpore describes a slice by a *device matrix* (the ranks as a grid, row by row) and a *tensor map* (which
-axis of the grid, counted from the right, cuts which dimension; -1: none). Holdfast's catalogue holds the box of every
-rank, and both follow from the boxes. A dimension cut into n equal parts, with part (rank // stride) % n on each rank,
-is the axis of that size and stride. Any other layout (uneven parts, no grid) has no such description and is refused by
-name.
+Theory. MindSpore describes slices by a *device matrix* and a *tensor map*. The device matrix is the grid of the ranks,
+row by row. The tensor map gives for each dimension the axis of the grid that cuts it, counted from the right; -1: none.
+Holdfast's catalogue holds the box of every rank, and both descriptions follow from the boxes. A dimension cut into n
+equal parts, with part (rank // stride) % n on each rank, is the axis of that size and stride. Any other layout (uneven
+parts, no grid) has no such description and is refused by name.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def export_checkpoint(
     Args:
         path: a checkpoint, a directory of checkpoints, or ``DIRECTORY@STEP``.
         folder: directory for ``rank_N/<name>.<form>``, ``strategy/src_strategy_N.ckpt`` and ``rank_N/group_info.pb``.
-        name: name of the files of the ranks.
+        name: name of the ranks' files.
         form: ``ckpt`` or ``safetensors``.
 
     Returns:
-        The files of the ranks, by rank. ``transform_checkpoints``, ``load_distributed_checkpoint``,
+        The ranks' files, by rank. ``transform_checkpoints``, ``load_distributed_checkpoint``,
         ``get_ckpt_path_with_strategy`` and ``restore_group_info_list`` work on them.
 
     Raises:
-        UsageError, NothingToResume: no such checkpoint.
+        UsageError, NothingToResume: there is no such checkpoint.
         CheckpointInvalid: the checkpoint is damaged.
-        StateError: a layout that MindSpore's strategy files cannot describe.
+        StateError: MindSpore's strategy files cannot describe the layout.
     """
     with opened(resolve(path)) as source:
         return _export(source, Path(folder), name, form)
@@ -101,18 +101,18 @@ def import_checkpoint(
     Args:
         file: a file with all parameters of ``cell``. With ``strategy``: the directory with ``rank_N/*.ckpt`` of a
             parallel training, which hold the parameters in slices.
-        cell: the training cell (network and optimizer), not cut. Its parameters are also set to the values.
+        cell: the training cell (network and optimizer) with whole parameters. They are also set to the values.
         root: directory of checkpoints, as a session's ``checkpoint=``.
-        step: updates done; the default is the file's ``global_step``, or its ``step_num``.
-        strategy: strategy file of that training, the merged one of all stages, or the directory of all.
+        step: number of updates done; None: the file's ``global_step``, or its ``step_num``.
+        strategy: the strategy file of that training, the merged file of all its stages, or the directory of all files.
 
     Returns:
-        The new checkpoint.
+        The place of the new checkpoint.
 
     Raises:
         UsageError: the file does not exist, or has no step.
-        CheckpointInvalid: it cannot be read, slices are missing or contradict each other, or it lacks parameters of the
-            cell.
+        CheckpointInvalid: the file cannot be read, slices are missing or contradict each other, or parameters of the
+            cell are missing.
         StoreWriteError: ``root`` cannot be written.
 
     Example:
@@ -142,7 +142,7 @@ def import_checkpoint(
 
 
 def _parameters(slices: Slices) -> dict[str, Any]:
-    """Return the merged tensors as MindSpore parameters."""
+    """Return the tensors merged from slices as MindSpore parameters, by name."""
     found: dict[str, Any] = {}
     for name, tensor in slices.tensors.items():
         if (dtype := dtype_named(tensor.dtype)) is None:
@@ -152,7 +152,7 @@ def _parameters(slices: Slices) -> dict[str, Any]:
 
 
 def _load(source: Path) -> Mapping[str, Any]:
-    """Return the parameters in one file."""
+    """Return the parameters in one file of MindSpore, by name."""
     if not source.is_file():
         raise UsageError(f"there is no file {source}", hint="give MindSpore's .ckpt or .safetensors file")
     form = "safetensors" if source.suffix == ".safetensors" else "ckpt"
@@ -186,7 +186,7 @@ def _boxes_of(catalogue: Catalogue, rank: int, users: Set[str]) -> dict[str, Box
 
 
 def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
-    """Return the verified boxes of one rank."""
+    """Return the contents of one rank's boxes, read from the checkpoint and verified, by tensor name."""
     catalogue = source.index.catalogue
     arrays: dict[str, NDArray[Any]] = {}
     targets = []
@@ -207,7 +207,10 @@ def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
 
 
 def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Box]]) -> bytes:
-    """Return MindSpore's ParallelStrategyMap for all parameters with a dimension; MindSpore can read no others."""
+    """Return MindSpore's ParallelStrategyMap, encoded, for all tensors with a dimension.
+
+    MindSpore can read no scalars.
+    """
     message = ParallelStrategyMap()
     message.current_stage = 0
     for tensor in (each for each in tensors if each.shape):
@@ -221,7 +224,7 @@ def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Bo
         layout = item.parallel_layouts
         layout.dev_matrix.add().dim.extend(matrix)
         layout.tensor_map.add().dim.extend(mapping)
-        # Present and empty means even slices. Without these fields load_distributed_checkpoint fails.
+        # These two fields, present and empty, mean even slices. Without them load_distributed_checkpoint fails.
         layout.param_split_shape.add()
         layout.indices_offset.add()
         layout.field = 0
@@ -235,10 +238,10 @@ def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Bo
 
 
 def describe(tensor: TensorEntry, boxes: list[Box]) -> tuple[list[int], list[int]]:
-    """Return device matrix and tensor map of a tensor whose box on rank r is ``boxes[r]``.
+    """Return device matrix and tensor map (see the module docstring) of a tensor whose box on rank r is ``boxes[r]``.
 
     Raises:
-        StateError: the boxes are no even grid over the ranks.
+        StateError: the boxes do not form an even grid over the ranks.
     """
     world, sizes = len(boxes), boxes[0].sizes
     refused = StateError(
@@ -279,6 +282,6 @@ def describe(tensor: TensorEntry, boxes: list[Box]) -> tuple[list[int], list[int
 
 
 def _group_info(held: Mapping[int, Mapping[str, Box]], rank: int) -> bytes:
-    """Return the encoded list of the ranks whose slices are copies of this rank's."""
+    """Return the encoded list of the ranks that hold the same slices as ``rank``."""
     same = tuple(other for other, boxes in held.items() if boxes == held[rank])
     return encode_group_info(GroupInfo({"holders": same}, same))

@@ -1,20 +1,21 @@
 """The position of the job in a MindSpore pipeline, which survives a restart.
 
 Theory. A pipeline draws its shuffles and augmentations from generators that MindSpore seeds when an iterator is made,
-and that continue from epoch to epoch. Their position cannot be saved. So each epoch gets a new iterator, seeded from
-(the script's seed, the session's seed, the epoch). The middle of an epoch is reached by drawing from its start. The
-following batches then do not depend on earlier draws of this process. The seed is the same on all ranks, because a
-shuffle deals its samples to all of them. Python functions that draw from the global generators in a thread of this
-process race with the training. They are detected when the first batch of an epoch was drawn, and refused.
+and that continue from epoch to epoch. The state of these generators cannot be saved. So each epoch gets a new iterator,
+seeded from (the script's seed, the session's seed, the epoch). A position in the middle of an epoch is reached by
+drawing from the epoch's start. The following batches then do not depend on earlier draws of this process. The seed is
+the same on all ranks, because a shuffle deals its samples to all of them. Python functions that draw from the global
+generators in a thread of this process race with the training. They are detected when the first batch of an epoch was
+drawn, and refused.
 
-Sampler and batch deal sample i of an epoch to shard i modulo the number of shards. A place is therefore also a number
-of samples of the job, and a job with another number of ranks or another batch size can continue there. If a pipeline
-deals in another way, another number of ranks can continue only at the start of an epoch.
+Sampler and batch deal sample i of an epoch to shard i modulo the number of shards. A position is therefore also a
+number of samples of the job. A job with another number of ranks or another batch size can continue there. If a pipeline
+deals samples in another way, another number of ranks can continue only at the start of an epoch.
 
 Invariants:
-1. The batches after a place are a function of script, seed and place.
-2. After a change of the number of ranks no sample of an epoch is left out or given twice; otherwise the start is
-   refused.
+1. The batches after a position are a function of script, seed and position.
+2. After a change of the number of ranks no sample of an epoch is left out or given twice. If that is impossible,
+   :meth:`DataFeed.seek` raises.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ AUGMENTS = ("Random", "AutoAugment", "RandAugment", "Uniform", "TrivialAugment",
 
 
 class Counted(NamedTuple):
-    """A dataset and the number of batches (``steps``) that the job has used of it.
+    """A dataset and the number of its batches (``steps``) that the job has already used.
 
-    It serves jobs whose checkpoints hold no place in the data.
+    It serves jobs whose checkpoints hold no position in the data.
     """
 
     dataset: Any
@@ -51,9 +52,9 @@ class Counted(NamedTuple):
 
 
 class SampleDeal(NamedTuple):
-    """The rule that deals the samples of an epoch to this rank: every ``copies``-th sample, ``batch`` at a time.
+    """The rule that deals an epoch's samples to this rank: every ``copies``-th sample, ``batch`` samples at a time.
 
-    ``why_not``: the stage of the pipeline that deals by an unknown rule; empty if there is none.
+    ``why_not``: the stage of the pipeline that deals by an unknown rule; empty: no stage does.
     """
 
     copies: int
@@ -62,12 +63,12 @@ class SampleDeal(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Samples that the job draws with one batch of each shard."""
+        """The number of samples in one batch of each shard together."""
         return self.copies * self.batch
 
     @staticmethod
     def of(dataset: Any) -> SampleDeal:
-        """Return the rule by which a pipeline deals its samples."""
+        """Return the rule by which a MindSpore pipeline deals its samples."""
         batch, why_not, node = 0, "", dataset
         while node.children:
             kind = type(node).__name__
@@ -93,14 +94,15 @@ class DataFeed:
     """The batches of a MindSpore pipeline; see :class:`holdfast.frameworks.common.adapter.Feed`.
 
     Args:
-        loader: a ``mindspore.dataset.Dataset``, or a :class:`Counted` one.
+        loader: a ``mindspore.dataset.Dataset``, or a :class:`Counted` dataset.
         seed: seed of the session.
-        world_size: ranks of the job.
-        busy: called with True while an epoch is drawn again up to its place, and with False afterwards.
+        world_size: number of ranks of the job.
+        busy: called with True while an epoch is drawn again up to the position, and with False afterwards.
 
     Raises:
         UsageError: the loader is no dataset of MindSpore.
-        UnsupportedError: the draws of its augmentations depend on time.
+        UnsupportedError: the random numbers of its augmentations depend on time.
+        EmptyLoaderError: the dataset yields no batch.
     """
 
     repeatable = False
@@ -130,7 +132,10 @@ class DataFeed:
         self.last_in_epoch = False
 
     def place(self) -> Mapping[str, int]:
-        """Return the epoch and the batches drawn in it; ``seen`` is the number of samples that the job has drawn."""
+        """Return the position: the epoch and the number of batches drawn in it.
+
+        The entry ``seen`` is the number of samples that the job has drawn in the epoch.
+        """
         ended = self.batch >= self._size
         epoch, batch = (self.epoch + 1, 0) if ended else (self.epoch, self.batch)
         at = {"epoch": epoch, "batch": batch, "ranks": self._world_size}
@@ -139,7 +144,7 @@ class DataFeed:
         return at
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a position. Raises: CheckpointMismatch: no batch of this pipeline begins there."""
+        """Move to the position ``place``. Raises: CheckpointMismatch: no batch of this pipeline begins there."""
         self._iterator = None
         self.epoch, self.batch = place["epoch"], place["batch"]
         if self.batch == 0 or self._like(place):
@@ -162,7 +167,7 @@ class DataFeed:
             )
 
     def _like(self, place: Mapping[str, int]) -> bool:
-        """Return True if the job at ``place`` dealt its samples as this one does."""
+        """Return True if the job that saved ``place`` dealt its samples as this job does."""
         now = self.place()
         same = place.get("share") == now.get("share")
         return place.get("ranks", self._world_size) == self._world_size and same
@@ -184,7 +189,7 @@ class DataFeed:
                 raise StopIteration
             try:
                 item = self._begin() if self._iterator is None else next(self._iterator)
-            except StopIteration:  # a filter gave fewer batches than announced
+            except StopIteration:  # a filter gave fewer batches than the dataset's size
                 self.batch = self._size
                 continue
             self.batch += 1
@@ -192,11 +197,11 @@ class DataFeed:
             return item
 
     def close(self) -> None:
-        """Drop the iterator."""
+        """Discard the iterator."""
         self._iterator = None
 
     def _begin(self) -> Any:
-        """Return the next batch after the place, from a new iterator. Raises: StopIteration, UnsupportedError."""
+        """Return the next batch at the position, from a new iterator. Raises: StopIteration, UnsupportedError."""
         base, seed = self._seeds
         mixed = xxhash.xxh3_64_intdigest(f"{base} {seed} {self.epoch}".encode()) % SEED_MAX
         states = random.getstate(), np.random.get_state()
@@ -229,7 +234,7 @@ class DataFeed:
 
 
 def _drawn() -> tuple[object, ...]:
-    """Return a value that changes when one of the global generators is drawn from."""
+    """Return a value that changes when a global generator of Python or NumPy is drawn from."""
     state: Any = np.random.get_state()
     return random.getstate(), bytes(state[1]), state[2]
 
@@ -258,13 +263,17 @@ def _operations(dataset: Any) -> Iterator[Any]:
 
 
 def _functions(dataset: Any) -> str:
-    """Return the names of a pipeline's operations."""
+    """Return the names of a pipeline's operations, as text."""
     names = [getattr(each, "__name__", type(each).__name__) for each in _operations(dataset)]
     return ", ".join(names) or "its source"
 
 
 def _refuse_autotune(dataset: Any) -> None:
-    """Refuse random augmentations with autotune switched on. Raises: UnsupportedError."""
+    """Refuse random augmentations with autotune switched on.
+
+    Raises:
+        UnsupportedError: autotune changes the number of an augmentation's workers, and so its random numbers.
+    """
     names = [type(each).__name__ for each in _operations(dataset)]
     drawn = next((name for name in names if name.startswith(AUGMENTS)), None)
     if drawn is not None and ds.config.get_enable_autotune():

@@ -1,8 +1,8 @@
 """The treatment of denormal numbers in the thread that calls the graph.
 
-Theory. MindSpore executes a compiled graph in a thread of its pool or in the calling thread, and chooses between
-them by measured times, run by run. The threads of its pool flush results below the smallest normal number to zero, the
-calling thread does not. A moment that decays to that size then differs between two ranks that made the same updates.
+Theory. MindSpore executes a compiled graph in a thread of its pool or in the calling thread. At each run it chooses one
+of the two by measured times. The pool's threads flush results below the smallest normal number to zero; the calling
+thread does not. An optimizer moment that decays to that size then differs between two ranks that made the same updates.
 So the thread of a session computes as the pool does.
 """
 
@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 LIBM = "libm.so.6"
 ENVIRONMENT_SIZE_BYTES = 64
-"""More than glibc's ``fenv_t`` has on any processor."""
+"""A size that is larger than glibc's ``fenv_t`` on any processor."""
 
 
 class ControlWord(NamedTuple):
-    """The word of ``fenv_t`` with the bit that makes small results zero.
+    """The word of C's ``fenv_t`` that has the bit for flushing small results to zero.
 
     Attributes:
-        offset: offset of the word, in bytes.
-        flush: the bit.
+        offset: offset of the word in ``fenv_t``, in bytes.
+        flush: the bit, as a mask.
     """
 
     offset: int
@@ -30,7 +30,7 @@ class ControlWord(NamedTuple):
 
 
 WORDS = {"x86_64": ControlWord(28, 1 << 15)}
-"""By processor; others were not measured, and are left as they are."""
+"""The control word of each known processor. On other processors nothing is set."""
 
 
 def flush_denormals(on: bool) -> bool:
@@ -39,7 +39,8 @@ def flush_denormals(on: bool) -> bool:
     Args:
         on: True makes such results zero.
 
-    Returns: the earlier setting; False on an unknown processor.
+    Returns:
+        The earlier setting; False on an unknown processor.
 
     Example:
         ``before = flush_denormals(True)``, and later ``flush_denormals(before)``.

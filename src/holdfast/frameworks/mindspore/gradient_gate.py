@@ -3,8 +3,8 @@
 Theory. All gradients become one vector, and one Python operator takes it: it sums the vector over the ranks, votes, and
 returns. No weight can change before its return, because every update needs a piece of the result. A fault is handled
 inside the operator (wait, rebuild the connections, sum again), and the graph does not notice it. Moving statistics
-travel in the same vector. Only rank 0's part of them is not zero, so the sum equals rank 0's values, and all ranks take
-these when the step ends, as DDP does.
+travel in the same vector. Only rank 0's part of them is not zero, so their sum equals rank 0's values. When the step
+ends, all ranks set their moving statistics to this sum, as DDP does.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mindspore import ParameterTuple, dtype, nn, ops
 from numpy.typing import NDArray
 
 Pass = Callable[[NDArray[Any]], NDArray[Any]]
-"""Takes the float32 vector [gradients, then buffers] of this rank; returns the vector for the optimizer."""
+"""A function of this rank's float32 vector [gradients, then buffers]. It returns the optimizer's vector."""
 
 
 class Gate(nn.Cell):  # type: ignore[misc]
-    """A cell that turns this rank's gradients into those of the job, in place of a training cell's ``grad_reducer``.
+    """A cell that replaces this rank's gradients by the sums over the job. It takes the place of ``grad_reducer``.
 
     Args:
         through: called with the vector, in the thread that executes the graph.
@@ -37,7 +37,7 @@ class Gate(nn.Cell):  # type: ignore[misc]
         self.before = before
 
     def construct(self, grads: Any) -> Any:
-        """Return the job's gradients. Compiled: no Python runs here in GRAPH mode."""
+        """Return the job's gradients. MindSpore compiles this method: in GRAPH mode no Python runs here."""
         grads = self.before(grads)
         flat: Any = ()
         for grad in grads:
@@ -55,14 +55,14 @@ class Gate(nn.Cell):  # type: ignore[misc]
 
 
 class Relay(nn.Cell):  # type: ignore[misc]
-    """A cell inside a wrapped optimizer into which a gate can be put; without a gate the gradients pass unchanged."""
+    """A cell inside a wrapped optimizer, into which a gate can be put. Without a gate the gradients pass unchanged."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
         self.grad_reducer = nn.Identity()
 
     def construct(self, grads: Any) -> Any:
-        """Return the gradients after the gate. Compiled."""
+        """Return the gradients after the gate. MindSpore compiles this method."""
         return self.grad_reducer(grads)
 
 

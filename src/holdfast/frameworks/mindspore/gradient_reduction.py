@@ -1,12 +1,12 @@
 """The reduction of one rank's gradients to those of the job, over Holdfast's own connections.
 
-Theory. The gradient of a parameter belongs to the ranks that hold the same box of it: all ranks for a whole parameter,
-fewer for a slice, one for a slice that no other rank holds. Parameters whose boxes divide the ranks in the same way
-travel in one vector, and each rank sums it with the ranks that share its part. The ranks publish their boxes once in
-each generation, before the first sum, so a newcomer learns them from the survivors.
+Theory. The gradient of a parameter is summed over the ranks that hold the same box of it. These are all ranks for a
+whole parameter, fewer for a slice, and one for a slice that no other rank holds. Parameters whose boxes divide the
+ranks in the same way travel in one vector, and each rank sums it with the ranks that hold the same boxes. The ranks
+publish their boxes once in each generation, before the first sum, so a newcomer learns them from the survivors.
 
 Invariants:
-1. A gradient of a slice is never added to one of another slice.
+1. The gradient of a slice is never added to the gradient of another slice.
 2. All ranks make the same number of sums, in the same order.
 """
 
@@ -24,18 +24,18 @@ from holdfast.store.layouts.layout import TensorMeta
 
 Vector = NDArray[Any]
 Sum = Callable[[Vector, Sequence[int] | None], Vector]
-"""Returns the sum of a vector, shape [n], over these ranks (None: all)."""
+"""A function that returns the sum of a vector, shape [n], over the given ranks (None: all)."""
 
 
 class SummedShare(NamedTuple):
-    """The elements of the vector that are summed over ``ranks``."""
+    """The elements of the gradient vector that are summed over ``ranks``. ``where`` selects them."""
 
     ranks: tuple[int, ...]
     where: NDArray[np.bool_]  # shape [gradients]
 
 
 class Reduction:
-    """The sums of gradients over the ranks, as computed by one rank.
+    """One rank's side of the gradient sums.
 
     Args:
         rank, world_size: rank of this process and the number of ranks.
@@ -55,7 +55,7 @@ class Reduction:
         self._shares: tuple[SummedShare, ...] | None = None  # None until the ranks have published their boxes
 
     def forget(self) -> None:
-        """Forget the boxes of all ranks, because the ranks have changed; they publish their boxes again."""
+        """Forget the boxes of all ranks, because the ranks have changed. The next sum publishes the boxes again."""
         self._shares = None
 
     def reduced(self, vector: Vector, total: Sum) -> Vector:
@@ -63,7 +63,7 @@ class Reduction:
 
         Args:
             vector: float32 [gradients, then buffers] of this rank.
-            total: sums over ranks.
+            total: the function that sums over ranks.
 
         Raises:
             PeerLost: a rank is lost.
@@ -99,7 +99,7 @@ class Reduction:
         return total / np.float32(ranks) if self._mean else total
 
     def _told(self, total: Sum) -> tuple[SummedShare, ...]:
-        """Exchange the boxes of all ranks; return the elements that this rank sums over only some of the ranks."""
+        """Exchange the boxes of all ranks. Return the elements that this rank sums over only some of the ranks."""
 
         def everywhere(vector: Vector) -> Vector:
             return total(vector, None)

@@ -1,9 +1,8 @@
 """The script's choice between the mean and the sum of the gradients (``gradients_mean``).
 
-MindSpore reads ``gradients_mean`` only in its parallel modes, where it is False unless the script sets True. Without a
-parallel mode MindSpore reduces nothing, and Holdfast's gate does it: there the mean is taken unless the script sets
-False. MindSpore stores the value but not whether the script has set it, so its setter is replaced when this module is
-imported.
+MindSpore reads ``gradients_mean`` only in its parallel modes, where the default is False. Without a parallel mode
+MindSpore reduces nothing, and Holdfast's gate reduces the gradients: there the default is the mean. MindSpore stores
+the value but not whether the script has set it. So its setter is replaced when this module is imported.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ _setters[NAME] = _watched(_setters[NAME])
 
 
 def mean_of_gradients(*, native: bool) -> bool:
-    """Return True for the mean over the ranks that hold the same part of a parameter, False for the sum."""
+    """Return True if gradients are averaged over the ranks that hold the same box, False if they are only summed.
+
+    ``native``: MindSpore's own AllReduce sums them.
+    """
     if native:
         return bool(ms.get_auto_parallel_context(NAME))
     return not _said or _said[-1]

@@ -1,16 +1,16 @@
-"""Merging MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one of whole tensors.
+"""The merging of MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one with whole tensors.
 
 Theory. The strategy says which part of a parameter each rank of a pipeline stage holds
-(``store/mindspore/strategy.py``, ``store/mindspore/slices.py``). A tensor is joined from one holder of each part, when
-it is written: memory holds one tensor at a time. A whole tensor can be loaded into any layout. Everything is checked
-before the first byte is written: all parts are there; ranks and stages that hold copies hold the same bits; all files
-are of one step. A parameter that the strategy does not name (``global_step``) is whole on each rank.
-Without the training cell, the name shows whether a tensor belongs to the optimizer: it is ``KIND.WEIGHT`` with a kind
-that MindSpore's optimizers use, or one of their counters. The state of a user-defined optimizer keeps its name.
+(``store/mindspore/strategy.py``, ``store/mindspore/slices.py``). When a tensor is written, it is joined from one holder
+of each part, so memory holds one tensor at a time. A whole tensor can be loaded into any layout. Everything is checked
+before the first byte is written: no part is missing; ranks and stages that hold copies hold the same bits; all files
+are of one step. A parameter that the strategy does not name (``global_step``) is whole on each rank. Without the
+training cell, the name shows whether a tensor belongs to the optimizer. Such a name is ``KIND.WEIGHT`` with a kind that
+MindSpore's optimizers use, or the name of one of their counters. The state of a user-defined optimizer keeps its name.
 
 Invariants:
-1. The written tensors have the bits of the slices. Refused by name are a copy that differs, a part that is missing, and
-   a tensor that may be cut although the strategy does not say so.
+1. The written tensors have the bits of the slices. Three cases are refused by name: a copy that differs, a part that is
+   missing, and a tensor that may be cut although the strategy does not say so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIMIZER = "optimizer."
 """Prefix of the names of an optimizer's tensors in a session's checkpoint."""
 STEP_NAMES = ("global_step", "step_num")
 NOT_STATE = frozenset({"epoch_num", "step_num"})
-"""Entries that ``append_info`` adds to a file."""
+"""Entries that MindSpore's ``append_info`` adds to a file. They are not part of the state."""
 SLOTS = frozenset({
     "accum", "accum_update", "adam_m", "adam_v", "ax", "ax_", "exp_avg", "exp_avg_sq", "exp_inf", "lamb_m", "lamb_v",
     "linear", "max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moments", "momentum_buf",
@@ -55,20 +55,20 @@ COUNTERS = frozenset({"global_step", "learning_rate", "beta1_power", "beta2_powe
 OF_A_RUN = ("accu_grads", "inputs")
 """Prefixes of names in a strategy file that may be missing in a checkpoint; MindSpore's tools also skip them."""
 NAMED = 10
-"""Most names in one message."""
+"""The largest number of names in one message."""
 _DIRECTORY = re.compile(r"(rank|ckpt)_(\d{1,7})")
 _EPOCH_AND_STEP = re.compile(r"-(\d{1,18})_(\d{1,18})\.ckpt")
 
 
 class Merged(NamedTuple):
-    """One tensor: the boxes from which it is joined, and the file of each box."""
+    """One tensor, joined from boxes. ``parts`` has the stored data and the file of each box."""
 
     dtype: str
     shape: Shape
     parts: dict[Box, tuple[SliceTensor, Path]]
 
     def bits(self) -> NDArray[np.generic]:
-        """Return the whole tensor, as unsigned integers."""
+        """Return the whole tensor as an array of unsigned integers with its bits."""
         whole = np.empty(self.shape, bits_of(self.dtype))
         for box, (stored, _) in self.parts.items():
             whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))] = stored.array()
@@ -95,12 +95,12 @@ class Slices:
         self._by_fqn = {session_name(name, tensors): tensor for name, tensor in tensors.items()}
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """Return the layout: every tensor, whole."""
+        """Return the layout of ``rank``, which has every tensor as a whole."""
         metas = (TensorMeta(f, t.dtype, t.shape, Box.whole(t.shape)) for f, t in self._by_fqn.items())
         return RankLayout(rank, tuple(metas), world_size)
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of a whole tensor. Raises: StateError."""
+        """Return the bytes of the whole tensor ``fqn``. Raises: StateError: ``box`` is not the whole tensor."""
         tensor = self._by_fqn.get(fqn)
         if tensor is None or box != Box.whole(tensor.shape):
             raise StateError(f"tensor {fqn!r}: part {box} is not held here")
@@ -120,18 +120,20 @@ def import_slices(
     """Write the sliced checkpoint of a parallel training as a checkpoint below ``root``.
 
     Args:
-        source: directory with ``rank_N/*.ckpt`` (or ``ckpt_N/*.ckpt``); of several files of a rank the newest by its
+        source: directory with ``rank_N/*.ckpt`` (or ``ckpt_N/*.ckpt``). If a rank has several files, the newest by its
             name (``PREFIX-EPOCH_STEP.ckpt``) is taken.
-        strategy: the strategy file, the merged one of all pipeline stages, or the directory with those of all ranks.
-        step: updates done; the default is the files' ``global_step``, or their ``step_num``.
-        progress: called with the total size in bytes; the returned function is called with the size of each part.
-        note: called with a line for the user about what was left out.
+        strategy: the strategy file, the merged file of all pipeline stages, or the directory with the files of all
+            ranks.
+        step: number of updates done; None: the files' ``global_step``, or their ``step_num``.
+        progress: called with the total size in bytes. The function that it returns is called with the size of each
+            written part.
+        note: called with a line of text for the user about each kind of data that was left out.
 
     Returns:
-        The new checkpoint.
+        The place of the new checkpoint.
 
     Raises:
-        UsageError: no such files, a strategy of fewer ranks, or the files do not say their step.
+        UsageError: there are no such files, the strategy is of fewer ranks, or the files do not say their step.
         CheckpointInvalid: a file is damaged, slices are missing, copies differ, or the strategy is of another network.
         StoreWriteError: ``root`` cannot be written.
 
@@ -146,7 +148,7 @@ def import_slices(
 
 
 def read_slices(source: Path, strategy: Path, note: Callable[[str], object]) -> Slices:
-    """Return the whole tensors of a sliced checkpoint; every slice is read and compared with its copies.
+    """Return the whole tensors of a sliced checkpoint. Every slice is read and compared with its copies.
 
     Raises:
         UsageError, CheckpointInvalid: see :func:`import_slices`.
@@ -177,16 +179,16 @@ def read_slices(source: Path, strategy: Path, note: Callable[[str], object]) -> 
 
 
 def session_name(name: str, names: Collection[str]) -> str:
-    """Return the name that a session gives to MindSpore's tensor ``name``.
+    """Return the name that a session's checkpoint has for MindSpore's tensor ``name``.
 
     Args:
-        names: all tensors of the training, which show whether ``name`` is an optimizer slot.
+        names: the names of all tensors of the training, which show whether ``name`` is an optimizer slot.
     """
     return f"{OPTIMIZER}{name}" if name in COUNTERS or slot_of(name) in names else name
 
 
 def slot_of(name: str) -> str:
-    """Return the weight that an optimizer slot of this name belongs to; empty if the name is no slot's."""
+    """Return the name of the weight to which the optimizer slot ``name`` belongs; empty if ``name`` is no slot."""
     kind, _, weight = name.partition(".")
     return weight if kind in SLOTS else ""
 
@@ -199,11 +201,12 @@ def _hint(strategy: Path) -> str:
 
 
 def _files(source: Path, strategy: Strategy, said_by: Path, note: Callable[[str], object]) -> dict[int, Path]:
-    """Return the file of each rank.
+    """Return the file of each rank, by rank.
 
     Raises:
-        UsageError: no directory with files of ranks, ranks that the strategy does not know, or several files of one.
-        CheckpointInvalid: the names are of two steps.
+        UsageError: no directory with files of ranks, ranks that the strategy does not know, or several files of one
+            rank with no newest one.
+        CheckpointInvalid: the file names are of two steps.
     """
     if not source.is_dir():
         raise UsageError(
@@ -241,7 +244,11 @@ def _files(source: Path, strategy: Strategy, said_by: Path, note: Callable[[str]
 
 
 def _newest(folder: Path) -> Path | None:
-    """Return the file of the newest step; None if the rank has no file."""
+    """Return the file of the newest step in one rank's directory; None if there is no file.
+
+    Raises:
+        UsageError: there are several files, and their names do not show which is the newest.
+    """
     paths = sorted(path for path in folder.glob("*.ckpt") if path.is_file())
     if len(paths) < 2:
         return paths[0] if paths else None
@@ -256,13 +263,13 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _epoch_and_step(path: Path) -> tuple[int, int] | None:
-    """Return epoch and step from a name that ``ModelCheckpoint`` gave: ``PREFIX-EPOCH_STEP.ckpt``."""
+    """Return epoch and step from a name of ``ModelCheckpoint`` (``PREFIX-EPOCH_STEP.ckpt``); None for other names."""
     match = _EPOCH_AND_STEP.search(path.name)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def _step(files: Mapping[int, SliceFile]) -> int | None:
-    """Return the number of updates done according to the files.
+    """Return the number of updates done according to the files; None if the files do not contain it.
 
     Raises:
         CheckpointInvalid: the files are of two steps.
@@ -286,10 +293,10 @@ def _step(files: Mapping[int, SliceFile]) -> int | None:
 
 
 def _merged(name: str, cut: Cut, held: Mapping[int, SliceFile], first_rank: int) -> Merged:
-    """Return one tensor of a stage, after its copies were compared.
+    """Return one tensor of a pipeline stage, joined from its parts. Its copies are compared first.
 
     Raises:
-        ValueError: its parts cannot be joined.
+        ValueError: the parts cannot be joined, or copies differ.
     """
     slices = {rank: file.tensors[name] for rank, file in held.items() if name in file.tensors}
     dtypes = {stored.dtype: held[rank].path for rank, stored in slices.items()}
@@ -312,10 +319,10 @@ def _same(one: SliceTensor, other: SliceTensor) -> bool:
 
 
 def _add(tensors: dict[str, Merged], name: str, tensor: Merged, source: Path) -> None:
-    """Add a tensor to ``tensors``; if an earlier stage has added it, compare both.
+    """Add a tensor to ``tensors``. If an earlier pipeline stage has added it, compare the two.
 
     Raises:
-        CheckpointInvalid: two stages hold it, and differ.
+        CheckpointInvalid: the tensors of the two stages differ.
     """
     before = tensors.setdefault(name, tensor)
     if before is tensor:
@@ -338,7 +345,7 @@ def _compare_with_strategy(
     """Refuse a strategy of another network, and a tensor that may be cut although the strategy does not say so.
 
     Raises:
-        CheckpointInvalid: names the tensor.
+        CheckpointInvalid: the error names the tensor.
     """
     cuts = {name: cut for stage in strategy.stages.values() for name, cut in stage.items()}
     absent = [name for name in cuts if name not in tensors and not name.startswith(OF_A_RUN)]
@@ -365,7 +372,7 @@ def _refuse_whole_files(tensors: Mapping[str, Merged], source: Path) -> None:
     """Refuse files of ``integrated_save=True``: they hold whole tensors, which would be joined as if they were parts.
 
     Raises:
-        CheckpointInvalid: all parts of every cut tensor are equal, and at least one of them holds different numbers.
+        CheckpointInvalid: all parts of every cut tensor are equal, and at least one part holds different numbers.
     """
     varied = ""
     for name, tensor in tensors.items():

@@ -5,13 +5,13 @@ statistics, optimizer slots, step counters. Weights and large slots change only 
 has let the gradients pass. Moving statistics change in forward. Counters (``global_step``, Adam's beta powers) do not
 depend on gradients, so the graph may change them at any time. Moving statistics and counters are therefore copied when
 a step begins, and a state requested during the step takes them from the copies. In PYNATIVE mode a read from another
-thread waits for running operators, which may never end, so everything is copied. Between two steps a script may change
-single numbers (learning rates, counters) and its own state (``frameworks/common/user_state.py``). These are also copied
-when the script is given the step. A compiled graph sees only changes by ``assign``; changes by ``set_data`` are visible
-only to Python.
+thread waits for running operators, which may never end, so all parameters are copied. Between two steps a script may
+change single numbers (learning rates, counters) and its own state (``frameworks/common/user_state.py``). Both are also
+copied when the script is given a step. A compiled graph sees only changes by ``assign``; changes by ``set_data`` are
+visible only to Python.
 
 Invariants:
-1. ``collect(frozen=True)`` is the state at the start of the open step, whatever the graph or the script did since.
+1. ``collect(frozen=True)`` is the state at the start of the current step, whatever the graph or the script did since.
 2. In GRAPH mode, a parameter that is not copied can be read while the main thread hangs in an operator.
 """
 
@@ -47,15 +47,15 @@ Array = NDArray[Any]
 
 SMALL_NUMEL = 1024
 IGNORED = frozenset({"graceful_exit", "graceful_init"})
-"""Parameters of MindSpore's own exit flag, which is a request and not a state."""
+"""Parameters of MindSpore's own exit request, which are not part of the training state."""
 
 
 class Slice:
-    """This rank's part of a parameter that several ranks share (tensor parallelism by hand).
+    """This rank's part of a parameter that is divided among ranks (tensor parallelism written by hand).
 
     Args:
         shape: shape of the whole parameter, in elements.
-        offsets: begin of this rank's part, in elements.
+        offsets: start of this rank's part in each dimension, in elements.
     """
 
     def __init__(self, shape: Shape, offsets: Shape) -> None:
@@ -64,7 +64,7 @@ class Slice:
 
 
 class MindSporeCollected:
-    """The state at one moment; its arrays are read from the framework when they are requested."""
+    """The state at one moment. Its arrays are read from the framework when they are requested."""
 
     def __init__(self, state: MindSporeState, copies: Mapping[str, Array], extras: Taken) -> None:
         self.values: dict[str, Plain] = {
@@ -82,23 +82,23 @@ class MindSporeCollected:
         self._users = NumpyState.whole(extras.arrays)
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of one box of this rank. Raises: StateError."""
+        """Return the bytes of one box that this rank holds. Raises: StateError: this rank does not hold the box."""
         if fqn in self._extras.arrays:
             return self._users.view(fqn, box)
         shard = self._state.shard(fqn, self._copies)
         return NumpyState([shard]).view(fqn, box)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """Return the boxes that this rank holds."""
+        """Return the boxes that ``rank`` holds, as a layout."""
         return RankLayout(rank, (*self._state.metas.values(), *self._extras.metas()), world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Return digests, because MindSpore does not count writes (``CountsWrites``)."""
+        """Return digests of the tensors, because MindSpore has no counts of writes (``CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 
 class MindSporeRestore:
-    """A load in progress: arrays are filled first, then written to the parameters."""
+    """A load in progress. The arrays are filled first, then written to the parameters."""
 
     def __init__(self, state: MindSporeState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
         self._state = state
@@ -106,12 +106,12 @@ class MindSporeRestore:
         self._users, self._put = state.extras.prepare(catalogue, values.get("state", {}))
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
-        """Return every box to fill."""
+        """Return every box to fill, with the writable bytes for its values."""
         own = [self._state.placed(fqn, array) for fqn, array in self._arrays.items()]
         return metas_to_fill([*own, *NumpyState.whole(self._users).shards])
 
     def finish(self) -> None:
-        """Write the arrays to the parameters."""
+        """Write the filled arrays to the parameters, and the values of the user's own state to its objects."""
         for fqn, array in self._arrays.items():
             self._state.write(fqn, array)
         self._put()
@@ -122,13 +122,13 @@ class MindSporeState:
 
     Args:
         cell: the training cell (network and optimizer).
-        optimizer: its optimizer; the parameters that it adds are named ``optimizer.NAME``.
+        optimizer: the cell's optimizer. The parameters that it adds are named ``optimizer.NAME``.
         extras: the user's own state.
-        slices: parameters of which this rank holds a part, by name; an optimizer slot is cut as its parameter.
-        copy_all: copy everything at the start of each step (PYNATIVE).
+        slices: this rank's slices of divided parameters, by name. An optimizer slot is cut like its parameter.
+        copy_all: copy all parameters at the start of each step (PYNATIVE).
 
     Raises:
-        StateError: a parameter of a type that cannot be saved, or a slice that does not fit; by name.
+        StateError: a parameter of a type that cannot be saved, or a slice that does not fit; the error names it.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class MindSporeState:
         return TensorMeta(fqn, DTYPE_NAMES[array.dtype.name], shape, box)
 
     def read(self, fqn: str) -> Array:
-        """Return the parameter's present value; shares memory with the framework if possible."""
+        """Return the parameter's present value. The array shares memory with the framework if possible."""
         try:
             return np.asarray(self._parameters[fqn].asnumpy(), order="C")
         except TypeError as error:  # bfloat16 has no NumPy type here
@@ -201,7 +201,7 @@ class MindSporeState:
             ) from error
 
     def write(self, fqn: str, array: Array) -> None:
-        """Set the parameter, also for a compiled graph."""
+        """Set the value of a parameter in a way that a compiled graph sees."""
         assign(self._parameters[fqn], array.reshape(self._parameters[fqn].shape))
 
     def owns(self, fqn: str) -> bool:
@@ -213,26 +213,27 @@ class MindSporeState:
         return fqn in self.trained or (fqn in self._parameters and fqn.startswith("optimizer."))
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set parameters to these bytes, by name."""
+        """Overwrite parameters with these bytes, by parameter name."""
         for fqn, data in arrays.items():
             self.write(fqn, data.view(self.read(fqn).dtype))
 
     def placed(self, fqn: str, array: Array) -> Shard:
-        """Return ``array`` as a shard: the data of the box that this rank holds of the parameter."""
+        """Return a shard with the data ``array`` for the box that this rank holds of the parameter."""
         meta = self.metas[fqn]
         return Shard(fqn, meta.shape, meta.box, array)
 
     def shard(self, fqn: str, copies: Mapping[str, Array]) -> Shard:
-        """Return this rank's shard of a parameter, from ``copies`` if it is there, otherwise from the framework.
+        """Return this rank's shard of a parameter, from ``copies`` if it is copied, otherwise from the framework.
 
-        Raises: StateError.
+        Raises:
+            StateError: this rank does not hold the parameter.
         """
         if fqn not in self.metas:
             raise StateError(f"tensor {fqn!r} is not held here")
         return self.placed(fqn, copies[fqn] if fqn in copies else self.read(fqn))
 
     def take(self) -> None:
-        """Copy what the coming step, or the script in it, may change before its vote."""
+        """Copy the values that the coming step, or the script in it, may change before the vote."""
         self._copied = self._copies_of(self._early)
         self._taken = self.extras.take()
 
@@ -243,16 +244,16 @@ class MindSporeState:
         self.extras.put(self._taken)
 
     def take_before(self, step: int) -> None:
-        """Copy what the script may change before it enters the block of ``step``."""
+        """Copy the values that the script may change before it enters the block of ``step``."""
         self._before = UserStateBefore(step, self._copies_of(self._single), self.extras.take())
 
     def _copies_of(self, names: tuple[str, ...]) -> dict[str, Array]:
         return {fqn: self.read(fqn).copy() for fqn in names}
 
     def collect(self, *, frozen: bool, before: int = -1) -> MindSporeCollected:
-        """Return the state now, or with ``frozen`` the state at the start of the open step.
+        """Return the present state, or, if ``frozen``, the state at the start of the current step.
 
-        Copies that :meth:`take_before` made for the step ``before`` take precedence.
+        If :meth:`take_before` made copies for the step ``before``, the copied values are used instead.
         """
         copies = self._copied if frozen else {}
         if self._before.step == before:
@@ -283,7 +284,7 @@ class MindSporeState:
 
 @cache
 def processors() -> int:
-    """Return how many processors this process might use when it made its first session."""
+    """Return the number of processors that this process was allowed to use when it made its first session."""
     return len(os.sched_getaffinity(0))
 
 
@@ -295,15 +296,18 @@ class MindSporeTensors:
         return isinstance(item, ms.Tensor)
 
     def read(self, item: Any) -> Array:
-        """Return the values of a tensor."""
+        """Return the values of a MindSpore tensor as an array."""
         return np.asarray(item.asnumpy())
 
     def make(self, array: Array) -> Any:
-        """Return a new tensor."""
+        """Return a new MindSpore tensor with these values."""
         return ms.Tensor(array)
 
     def fill(self, current: Any, value: Any) -> bool:
-        """Copy ``value`` into a parameter; return False for anything else, which is not set in place."""
+        """Copy ``value`` into the parameter ``current``.
+
+        Return False if ``current`` is no parameter of the same form.
+        """
         if not isinstance(current, ms.Parameter) or not isinstance(value, ms.Tensor):
             return False
         if current.shape != value.shape or current.dtype != value.dtype:
@@ -313,10 +317,10 @@ class MindSporeTensors:
 
 
 def assign(parameter: Any, array: Array) -> None:
-    """Set a parameter so that a compiled graph sees it."""
+    """Set the value of a parameter in a way that a compiled graph sees."""
     ops.assign(parameter, ms.Tensor(array, dtype=parameter.dtype))
 
 
 def _belongs(fqn: str, name: str) -> bool:
-    """Return True for the weight ``name`` and for its slots, which MindSpore names KIND.WEIGHT."""
+    """Return True if ``fqn`` is the weight ``name`` or one of its slots, which MindSpore names KIND.WEIGHT."""
     return fqn == name or (fqn.startswith("optimizer.") and fqn.endswith(f".{name}"))

@@ -1,8 +1,9 @@
 """The setup of a worker of ``holdfast run --framework mindspore``, by environment variables and without msrun.
 
-A script that never calls ``mindspore.communication.init()`` needs nothing of this: its gradients travel over Holdfast's
-own connections. In other scripts ``init()`` first waits for all ranks (and names a missing one). Then rank 0 starts
-MindSpore's scheduler, a process of this worker's group that ends with it, and MindSpore's own ``init`` runs.
+A script that never calls ``mindspore.communication.init()`` does not use this setup: its gradients travel over
+Holdfast's own connections. In other scripts ``init()`` first waits for all ranks (and names a missing one). Then rank 0
+starts MindSpore's scheduler, a process of this worker's process group that ends with the worker. Finally MindSpore's
+own ``init`` runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _installed = False
 
 
 def install() -> None:
-    """Set the variables that MindSpore scripts read, and replace ``init`` by :func:`_init`. Idempotent.
+    """Set the environment variables that MindSpore scripts read, and replace ``init`` by :func:`_init`. Idempotent.
 
     Raises:
         ModuleNotFoundError: MindSpore is not installed.
@@ -43,7 +44,7 @@ def install() -> None:
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``mindspore.communication.init`` for a worker of Holdfast."""
+    """Return a replacement of ``mindspore.communication.init`` for a worker of Holdfast."""
 
     def init(backend_name: str | None = None) -> None:
         client = WorkerClient.current()
@@ -70,7 +71,7 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cluster(client: WorkerClient) -> dict[str, str]:
-    """Return the environment variables of one MindSpore worker."""
+    """Return the environment variables with which one MindSpore worker finds the scheduler."""
     return {
         "MS_ROLE": "MS_WORKER",
         "MS_WORKER_NUM": str(client.world_size),

@@ -1,1 +1,1 @@
-"""TensorFlow 2: adapter, state, data position, worker setup."""
+"""The package for TensorFlow 2: adapter, state, data position, worker setup."""

@@ -1,8 +1,8 @@
 """TensorFlow 2's implementation of the interface in ``frameworks/common/adapter.py``, with recovery by restart.
 
-A step is the whole ``train_step``. It votes after it has ended here; committed means that it ended on all workers. A
-broken strategy cannot be repaired in a running process, so every fault restarts the workers from the state of the last
-committed step. If the next step had begun, that state is the host copies.
+A step is the whole ``train_step``. A rank votes after its ``train_step`` has ended; committed means that it ended on
+all workers. A broken strategy cannot be repaired in a running process. So every fault restarts the workers from the
+state of the last committed step. If the next step had begun, that state is in the host copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
 class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     """The adapter of TensorFlow; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
-    Nothing of TensorFlow is hooked: the step votes at its end.
+    It installs no hooks in TensorFlow: the step votes at its end.
 
     Args:
         model: a built Keras model (Keras 3 or tf_keras).
@@ -45,8 +45,8 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         seed: base of the seeds of Python's and NumPy's generators at each step.
 
     Raises:
-        UnsupportedError: version, strategy or device.
-        UsageError: a model that is not built.
+        UnsupportedError: version or strategy.
+        UsageError: the model is not built, or the strategy has another number of workers than were started.
     """
 
     live = False  # a broken strategy cannot be used again
@@ -68,7 +68,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     # ------------------------------------------------------------------ hooks
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return True, and report the fault to the other ranks at once, if a collective of TensorFlow broke."""
+        """Return True, and report the fault, if ``error`` means that a collective of TensorFlow broke."""
         kinds = (
             tf.errors.UnavailableError,
             tf.errors.AbortedError,
@@ -84,7 +84,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     # ------------------------------------------------------------------ state
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> TensorFlowCollected:
-        """Return the state now, or with ``frozen`` the state at the start of the current step."""
+        """Return the present state, or, if ``frozen``, the state at the start of the current step."""
         return self.state.collect(frozen=frozen, before=before)
 
     def state_size(self) -> int:
@@ -95,14 +95,21 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
-        """Return the object that loads a checkpoint into this state: the caller fills its buffers, then finishes it.
+        """Return the object that loads a checkpoint into this state.
 
-        Raises: CheckpointMismatch.
+        The caller fills its buffers, then calls its ``finish``.
+
+        Raises:
+            CheckpointMismatch: the checkpoint does not fit this state.
         """
         return self.state.restore(catalogue, values)
 
     def feed(self, loader: Any) -> Feed:
-        """Return the feed that draws batches of a ``tf.data.Dataset``, not yet distributed. Raises: UsageError."""
+        """Return the feed that draws batches of a ``tf.data.Dataset``, which the script has not distributed.
+
+        Raises:
+            UsageError: ``loader`` is no dataset.
+        """
         if self._strategy is None:
             return DatasetFeed(loader, lambda dataset: dataset, self._traces)
         return DatasetFeed(loader, self._strategy.experimental_distribute_dataset, self._traces)
@@ -115,7 +122,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed the generators and copy all variables and the user's own state."""
+        """Seed the generators, and copy all variables and the user's own state."""
         self._voting = False
         self.state.take()
         self._reseed(step)
@@ -124,7 +131,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         """Do nothing: TensorFlow's collectives raise."""
 
     def record(self, name: str) -> None:
-        """Raise UnsupportedError: TensorFlow has no tentative updates here."""
+        """Raise UnsupportedError, because TensorFlow's updates cannot be made before the vote."""
         raise UnsupportedError(
             "step.update(name) is not supported with TensorFlow", hint="one train_step per step"
         )
@@ -132,7 +139,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     def prepare_vote(self) -> None:
         """Fetch rank 0's values of the variables that each worker updates separately.
 
-        :meth:`end` takes them over. Raises: PeerLost.
+        :meth:`end` writes them into this rank's variables. Raises: PeerLost.
         """
         if self._hooks is not None:
             self._hooks.compiling(False)
@@ -143,7 +150,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
             self._shared[fqn] = self.mesh.sum(mine).reshape(array.shape)
 
     def end(self) -> None:
-        """Accept the step, which ended on all workers, and take over the values of rank 0."""
+        """End the committed step: write rank 0's values into the variables that each worker updates separately."""
         self._voting = False
         if self.rank != 0:
             self.state.write(self._shared)
@@ -153,9 +160,9 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         self._voting = False
 
     def _of_vote(self) -> Live | None:
-        """Return the variables after the block for the vote's comparison of copies; None if no vote is in progress.
+        """Return the present variables, for the comparison of copies in the vote; None if no vote is in progress.
 
-        A state that was collected at an earlier step holds other values.
+        A state that was collected at an earlier step would have older values.
         """
         return self.state.collect_live() if self._voting else None
 
@@ -185,7 +192,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
 
 
 def scope(strategy: Any) -> Any:
-    """Return the scope of the strategy, or of the default one."""
+    """Return the scope of the strategy, or of TensorFlow's default strategy if it is None."""
     return (strategy or tf.distribute.get_strategy()).scope()
 
 
@@ -193,7 +200,7 @@ def check_supported(strategy: Any, world_size: int) -> None:
     """Refuse unsupported settings that would fail later.
 
     Raises:
-        UnsupportedError: names what is supported.
+        UnsupportedError: the error names the supported settings.
         UsageError: the strategy knows fewer or more workers than were started.
     """
     version = tuple(int(part) for part in tf.__version__.split(".")[:2])
@@ -224,7 +231,7 @@ def place() -> tuple[int, int]:
     """Return rank and world size, from ``TF_CONFIG`` or the launcher's variables.
 
     Raises:
-        UsageError: variables that contradict each other, or that are incomplete.
+        UsageError: the variables are incomplete, or contradict each other.
     """
     return place_here()
 

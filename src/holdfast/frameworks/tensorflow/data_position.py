@@ -1,9 +1,9 @@
 """The position of the job in a ``tf.data.Dataset``, which survives a restart.
 
-Theory. A place is an epoch and the batches drawn in it. A process that starts again makes a new iterator and draws up
-to the place. That gives the same batches if the pipeline draws the same from each new iterator. An order or an
-augmentation without a seed does not, nor does a shuffle that TensorFlow changes from iterator to iterator: both are
-refused by name.
+Theory. A position is an epoch and the number of batches drawn in it. A process that starts again makes a new iterator
+and draws up to the position. That gives the same batches only if each new iterator of the pipeline yields the same
+batches. Two kinds of pipelines do not, and are refused by name: an order or an augmentation without a seed, and a
+shuffle that TensorFlow changes from iterator to iterator.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class DatasetFeed:
         self._seen: set[tuple[str, ...]] = set()
 
     def place(self) -> Mapping[str, int]:
-        """Return the epoch and the batches drawn in it."""
+        """Return the position: the epoch and the number of batches drawn in it."""
         return {"epoch": self.epoch, "batch": self._batch}
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a position."""
+        """Move to the position ``place``. ``local`` is not used."""
         self.epoch, self._batch = place["epoch"], place["batch"]
         self._iterator = None
 
@@ -65,12 +65,15 @@ class DatasetFeed:
         return None
 
     def draw(self, epochs: int | None = None) -> Any:
-        """Return the next batch. Raises: StopIteration, EmptyLoaderError."""
+        """Return the next batch.
+
+        Raises: StopIteration: ``epochs`` epochs are over; EmptyLoaderError: there is no batch.
+        """
         while epochs is None or self.epoch < epochs:
             if self._iterator is None:
-                self._on_new()  # the iterator is built and drawn up to the place: slow, but no hang
+                self._on_new()  # the iterator is built and drawn up to the position: slow, but no hang
                 self._iterator = iter(self._distribute(dataset_of(self._source, self.epoch)))
-                # Not skip(): a strategy splits batches over the workers, and would count its own smaller batches.
+                # Not skip(): a strategy splits batches over the workers, so skip() would count its smaller batches.
                 for _ in range(self._batch):
                     next(self._iterator)
             try:
@@ -92,7 +95,7 @@ class DatasetFeed:
         raise StopIteration
 
     def close(self) -> None:
-        """Drop the iterator."""
+        """Discard the iterator."""
         self._iterator = None
 
 
@@ -107,17 +110,21 @@ def dataset_of(source: Source, epoch: int) -> Any:
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
-    """Yield a pipeline and the datasets that it draws from, if TensorFlow shows them."""
+    """Yield the dataset and all datasets that it draws from, if TensorFlow gives access to them."""
     yield dataset
     for below in getattr(dataset, "_inputs", tuple)():
         yield from _parts(below)
 
 
 def _refuse_shuffle(part: Any, *, fixed: bool) -> None:
-    """Refuse a shuffle whose order depends on the process. Raises: UnsupportedError.
+    """Refuse a shuffle whose order differs between processes.
 
     Args:
+        part: a dataset of the pipeline.
         fixed: the same dataset serves all epochs.
+
+    Raises:
+        UnsupportedError: ``part`` is such a shuffle.
     """
     if not hasattr(part, "_reshuffle_each_iteration"):
         return
@@ -135,7 +142,7 @@ def _refuse_shuffle(part: Any, *, fixed: bool) -> None:
 
 
 def _refuse_random(part: Any) -> None:
-    """Refuse a map with random operations whose draws depend on the process. Raises: UnsupportedError."""
+    """Refuse a map with random operations whose random numbers differ between processes. Raises: UnsupportedError."""
     graph = getattr(getattr(getattr(part, "_map_func", None), "function", None), "graph", None)
     for op in () if graph is None else graph.get_operations():
         if not (op.op_def.is_stateful and "seed2" in op.node_def.attr):

@@ -1,15 +1,15 @@
 """Variables of a Keras model and its optimizer as training state.
 
 Theory. TensorFlow sums and applies gradients in one function, so a step that breaks may have changed some variables.
-All variables are therefore copied to the host when a step begins. These copies are the state of a step that was left
-early. Outside of a step the state is what the variables hold, with the script's changes after the block. Variables are
-read and set as this worker's value, because a read across workers would be a collective. ``local`` names the variables
+All variables are therefore copied to the host when a step begins. These copies are the state if the step is left early.
+Outside of a step the state is the variables' present values, with the script's changes after the block. A variable is
+read and set only on this worker, because a read across workers would be a collective. ``local`` names the variables
 that differ between workers (BatchNorm's moving statistics). Between two steps a script may change single numbers
-(learning rates, counters) and its own state (``frameworks/common/user_state.py``). These are also copied when the
-script is given the step.
+(learning rates, counters) and its own state (``frameworks/common/user_state.py``). Both are also copied when the script
+is given a step.
 
 Invariants:
-1. ``collect(frozen=True)`` is the state at the start of the open step, whatever happened since.
+1. ``collect(frozen=True)`` is the state at the start of the current step, whatever happened since.
 """
 
 from __future__ import annotations
@@ -53,36 +53,36 @@ class TensorFlowCollected:
         self._state = NumpyState.whole({**arrays, **extras.arrays})
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of one box of this rank. Raises: StateError."""
+        """Return the bytes of one box that this rank holds. Raises: StateError: this rank does not hold the box."""
         return self._state.view(fqn, box)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """Return the layout: every tensor, whole, because each worker holds a replica."""
+        """Return the layout of ``rank``, which has every tensor as a whole, because each worker holds a replica."""
         return self._state.layout(rank, world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Return digests, because TensorFlow does not count writes (``CountsWrites``)."""
+        """Return digests of the tensors, because TensorFlow has no counts of writes (``CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 
 class Live:
-    """The present variables, each copied from the framework when it is requested."""
+    """The present variables of this worker. Each is copied from the framework when it is requested."""
 
     def __init__(self, state: TensorFlowState) -> None:
         self.values: dict[str, Plain] = {}
         self._state = state
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of one variable. Raises: StateError."""
+        """Return the bytes of one variable. Raises: StateError: ``box`` is not the whole variable."""
         return NumpyState.whole(self._state.read((fqn,))).view(fqn, box)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """Return the layout: every variable, whole."""
+        """Return the layout of ``rank``, which has every variable as a whole."""
         return NumpyState.whole(self._state.copies).layout(rank, world_size)
 
 
 class TensorFlowRestore:
-    """A load in progress: arrays are filled first, then written to the variables."""
+    """A load in progress. The arrays are filled first, then written to the variables."""
 
     def __init__(self, state: TensorFlowState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
         self._state = state
@@ -90,24 +90,25 @@ class TensorFlowRestore:
         self._users, self._put = state.extras.prepare(catalogue, values.get("state", {}))
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
-        """Return every tensor to fill."""
+        """Return every tensor to fill, with the writable bytes for its values."""
         return metas_to_fill(NumpyState.whole({**self._arrays, **self._users}).shards)
 
     def finish(self) -> None:
-        """Write the arrays to the variables."""
+        """Write the filled arrays to the variables, and the values of the user's own state to its objects."""
         self._state.write(self._arrays)
         self._put()
 
 
 class TensorFlowState:
-    """The state of a training: all variables by name. ``copies`` are their values at the start of the step.
+    """The state of a training: all variables by name. ``copies`` has their values at the start of the current step.
 
     Args:
-        model, optimizer: the model and the optimizer, both built.
+        model: the Keras model, built.
+        optimizer: its optimizer, built.
         extras: the user's own state.
 
     Raises:
-        StateError: two variables of one name, or one of a type that cannot be saved.
+        StateError: two variables have one name, or a variable has a type that cannot be saved.
     """
 
     def __init__(self, model: Any, optimizer: Any, extras: dict[str, Any]) -> None:
@@ -145,11 +146,11 @@ class TensorFlowState:
                 raise StateError(f"variable {fqn!r}: type {array.dtype} cannot be saved")
 
     def read(self, names: Iterable[str]) -> dict[str, Array]:
-        """Return copies of this worker's present values."""
+        """Return copies of this worker's present values of the named variables."""
         return {fqn: np.array(_components(self._variables[fqn])[0].numpy(), order="C") for fqn in names}
 
     def take(self) -> None:
-        """Copy everything at the start of a step."""
+        """Copy all variables and the user's own state at the start of a step."""
         self.copies = self.read(self._variables)
         self._taken = self.extras.take()
 
@@ -159,13 +160,13 @@ class TensorFlowState:
         self.extras.put(self._taken)
 
     def take_before(self, step: int) -> None:
-        """Copy what the script may change before it enters the block of ``step``."""
+        """Copy the values that the script may change before it enters the block of ``step``."""
         self._before = UserStateBefore(step, self.read(self._single), self.extras.take())
 
     def collect(self, *, frozen: bool, before: int = -1) -> TensorFlowCollected:
-        """Return the state now, or with ``frozen`` the state at the start of the open step.
+        """Return the present state, or, if ``frozen``, the state at the start of the current step.
 
-        Copies that :meth:`take_before` made for the step ``before`` take precedence.
+        If :meth:`take_before` made copies for the step ``before``, the copied values are used instead.
         """
         arrays = self.copies if frozen else self.read(self._variables)
         if self._before.step == before:
@@ -173,12 +174,15 @@ class TensorFlowState:
         return TensorFlowCollected(arrays, self._taken if frozen else self.extras.take())
 
     def write(self, arrays: Mapping[str, Array]) -> None:
-        """Set variables on this worker."""
+        """Set variables on this worker to the values of ``arrays``, by variable name."""
         for fqn, array in arrays.items():
             assign(self._variables[fqn], array)
 
     def owns(self, fqn: str) -> bool:
-        """Return True for a floating-point variable of model or optimizer; random state of a layer is not one."""
+        """Return True for a floating-point variable of the model or the optimizer, False for any other tensor.
+
+        Variables of other types, such as the random state of a layer, may differ between workers.
+        """
         return fqn in self._variables and self.copies[fqn].dtype.kind == "f"
 
     def trains(self, fqn: str) -> bool:
@@ -186,12 +190,12 @@ class TensorFlowState:
         return fqn in self._trained
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set variables on this worker to these bytes, by name."""
+        """Overwrite variables of this worker with these bytes, by variable name."""
         for fqn, data in arrays.items():
             self.write({fqn: data.view(self.copies[fqn].dtype).reshape(self.copies[fqn].shape)})
 
     def collect_live(self) -> Live:
-        """Return the present variables, each copied when it is requested."""
+        """Return the present variables as a source. Each is copied when it is requested."""
         return Live(self)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
@@ -213,15 +217,15 @@ class TensorFlowTensors:
         return isinstance(item, tf.Variable | tf.Tensor) or _is_keras(item)
 
     def read(self, item: Any) -> Array:
-        """Return this worker's values."""
+        """Return this worker's values of a tensor or variable as an array."""
         return np.asarray(_components(item)[0].numpy())
 
     def make(self, array: Array) -> Any:
-        """Return a new tensor."""
+        """Return a new TensorFlow tensor with these values."""
         return tf.constant(array)
 
     def fill(self, current: Any, value: Any) -> bool:
-        """Copy ``value`` into a variable; return False for anything else, which is not set in place."""
+        """Copy ``value`` into the variable ``current``. Return False if ``current`` is no variable of the same form."""
         if not (isinstance(current, tf.Variable) or _is_keras(current)) or not isinstance(value, tf.Tensor):
             return False
         if tuple(current.shape) != tuple(value.shape) or tf.as_dtype(current.dtype) != value.dtype:
@@ -231,15 +235,15 @@ class TensorFlowTensors:
 
 
 def assign(variable: Any, array: Array) -> None:
-    """Set a variable on this worker."""
+    """Set the value of a variable on this worker."""
     for component in _components(variable):
         component.assign(array)
 
 
 def _variables(optimizer: Any) -> list[Any]:
-    """Return the variables of an optimizer of Keras 3 or tf_keras.
+    """Return the variables of an optimizer of Keras 3 or tf_keras, with the learning rate if it is a variable.
 
-    In tf_keras they are a method in old versions, and lack the learning rate.
+    In old versions of tf_keras ``variables`` is a method, and lacks the learning rate.
     """
     found = optimizer.variables
     variables = list(found() if callable(found) else found)
@@ -250,8 +254,8 @@ def _variables(optimizer: Any) -> list[Any]:
 
 
 def _components(variable: Any) -> list[Any]:
-    """Return the parts of a variable on this worker; without a strategy the variable itself."""
-    # Keras 3 wraps TensorFlow's variable. The attribute ``_value`` of one of TensorFlow's own would start a collective.
+    """Return the parts of a variable on this worker. Without a strategy that is the variable itself."""
+    # Keras 3 wraps TensorFlow's variable in ``_value``. On TensorFlow's own class ``_value`` would start a collective.
     held = variable._value if _is_keras(variable) else variable
     return list(getattr(held, "values", None) or [held])
 

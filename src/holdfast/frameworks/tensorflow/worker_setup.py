@@ -1,7 +1,7 @@
 """The setup of a worker of ``holdfast run --framework tensorflow``: each start of the workers makes a new cluster.
 
-Before user code every rank takes a free port and publishes it; ``TF_CONFIG`` is made from the ports of all ranks. A
-cluster of an earlier start cannot be mistaken for it, and a rank that does not start is named.
+Before user code every rank takes a free port and publishes it. ``TF_CONFIG`` is made from the ports of all ranks. So a
+rank cannot connect to the cluster of an earlier start, and an error names a rank that does not start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VARIABLE = "TF_CONFIG"
 
 
 def install() -> None:
-    """Set ``TF_CONFIG``. Idempotent.
+    """Set the environment variable ``TF_CONFIG`` for this worker. Idempotent.
 
     Raises:
         ModuleNotFoundError: TensorFlow is not installed.

@@ -1,8 +1,8 @@
-"""Hugging Face's ``Trainer``: ``protect(trainer)`` before ``trainer.train()``.
+"""The integration of Hugging Face's ``Trainer``: call ``protect(trainer)`` before ``trainer.train()``.
 
-``trainer`` drives the session. ``position`` is the progress of the Trainer and the state of its callbacks. ``losses``
-keeps the values from which it reports losses, ``counted`` those that a subclass counts. ``supported`` refuses by name
-what cannot be protected.
+``trainer`` drives the session. ``position`` has the progress of the Trainer and the state of its callbacks. ``losses``
+keeps the values from which the Trainer reports losses, ``counted`` the values that a subclass of it counts.
+``supported`` refuses by name the Trainers that cannot be protected.
 """
 
 from holdfast.integrations.huggingface.trainer import protect

@@ -1,12 +1,12 @@
 """Values that a subclass of the ``Trainer`` counts in its own attributes while it computes a step.
 
 Theory. TRL's trainers, for example, sum tokens and collect metrics in ``compute_loss``, and log them later. The block
-of a step may run several times, so each run begins with the values before the first one. A replacement begins with the
-values of the lost rank.
+of a step may run several times. Each run begins with the values from before the first run. A replacement begins with
+the values of the lost rank.
 
 A counted value is an attribute of the Trainer that a training step has changed, and that consists of plain values
-before and after it: None, numbers and texts, in lists, deques and dicts. Attributes that hold anything else, such as
-tensors, stay as they are.
+before and after the step: None, numbers and texts, in lists, deques and dicts. Attributes that hold other values, such
+as tensors, are not restored.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from holdfast.store.format.json_values import encode_values
 log = logging.getLogger("holdfast")
 
 KEPT_BYTES_MAX = 64 * 1024
-"""The share of the counted values in what a rank keeps for its replacement (128 KiB)."""
+"""The largest size of the counted values, which are kept with other values of the rank (128 KiB in all)."""
 
 
 class CountedValues:
-    """The counted values of one ``trainer``."""
+    """The counted values of one Trainer."""
 
     def __init__(self, trainer: Any) -> None:
         self._attributes = vars(trainer)
@@ -38,16 +38,16 @@ class CountedValues:
         self._too_large: set[str] = set()
 
     def begin(self) -> None:
-        """Begin a step: keep the values before it."""
+        """Begin a step: keep the values from before the step."""
         self._before = self._found()
 
     def put_back(self) -> None:
-        """Begin a run of the block with the values before the step."""
+        """Begin a run of the block: restore the values from before the step."""
         self._restore({name: self._before[name] for name in self._names & self._before.keys()})
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Find the attributes that change in the body, a part of the block. An aborted body counts as well."""
+        """Watch the ``with`` body, a part of the block, and note the attributes that change in it, even on an abort."""
         before = self._found()
         try:
             yield
@@ -56,7 +56,7 @@ class CountedValues:
             self._names |= {name for name in before.keys() & after.keys() if before[name] != after[name]}
 
     def own(self) -> dict[str, Any]:
-        """Return the values for the replacement of this rank: all that fit, the small ones first."""
+        """Return the values to keep for a replacement of this rank: the smallest first, as many as fit."""
         found = self._found()
         sizes = {name: _size_of(found[name]) for name in self._names & found.keys() - self._too_large}
         kept: dict[str, Any] = {}

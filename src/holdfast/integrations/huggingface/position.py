@@ -1,8 +1,8 @@
 """The position of Hugging Face's ``Trainer`` in its loop: its progress, and the state of its callbacks.
 
-Theory. After a step the Trainer may log, evaluate and save, and at the end of an epoch again. A position that is taken
-before this work holds the actions that are still due (``due``, ``ended``). A process that restarts from that position
-does them first.
+Theory. The Trainer may log, evaluate and save after a step, and again at the end of an epoch. A position that is taken
+before this work has entries for the actions that are still due (``due``, ``ended``). A process that restarts from that
+position first does these actions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def due_of(trainer: Any) -> list[str]:
 
 
 def progress_of(trainer: Any) -> dict[str, Any]:
-    """Return the entries ``progress`` and ``callbacks`` of a position."""
+    """Return the entries ``progress`` and ``callbacks`` of a position: the Trainer's and its callbacks' state."""
     return {
         "progress": {name: copy.copy(getattr(trainer.state, name)) for name in OF_TRAINING},
         "callbacks": {type(c).__name__: dict(c.state().get("attributes", {})) for c in _exportable(trainer)},
@@ -50,7 +50,7 @@ class Tokens:
     """The token counts of one step, in its micro-batches and in the Trainer's sum. A repeated step is counted once.
 
     Attributes:
-        held: the number by which the Trainer divides the loss; None: it does not.
+        held: the number of tokens by which the Trainer divides the loss; None: the Trainer does not divide.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -58,7 +58,10 @@ class Tokens:
         self._trainer = trainer
 
     def counting(self, samples: list[Any], device: Any) -> Callable[[], None]:
-        """Return a function that resets the Trainer's sum to its present value and counts the tokens of ``samples``."""
+        """Return a function that counts the tokens of ``samples`` for one run of the block.
+
+        It first resets the Trainer's sum to its present value, so that repeated runs count once.
+        """
         state = self._trainer.state
         seen = state.num_input_tokens_seen
 
@@ -70,7 +73,7 @@ class Tokens:
 
 
 class Epochs(TrainerCallback):  # type: ignore[misc]
-    """The epochs of a ``trainer``, from the position of the job."""
+    """The callback that runs the Trainer's epochs from the position of the job on."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -81,15 +84,15 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         self._is_newcomer = False
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the learning rate before the schedule changes it."""
+        """Keep the learning rate of this update before the schedule changes it."""
         self._rate = self._trainer._get_learning_rate()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record that the work at the end of an epoch comes next."""
+        """Record that the Trainer's work at the end of an epoch comes next."""
         self._ending = True
 
     def after(self, norm: Any) -> dict[str, Any]:
-        """Return the value that a position stores under ``after``: the work that is still due after the step.
+        """Return the entry ``after`` of a position: the work that is still due after the step.
 
         Args:
             norm: norm of the gradients, to be logged with that work; None: unknown.
@@ -100,20 +103,20 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         return {"due": due, "ended": self._ended, "stopped": stopped, **logged}
 
     def follow(self) -> bool:
-        """Record that the due work is done. Return True if this was the work at the end of an epoch."""
+        """Record that the due work is done. Return True if it was the work at the end of an epoch."""
         vars(self._trainer.control).update(dict.fromkeys(DUE, False))
         ending, self._ending = self._ending, False
         self._ended += ending
         return ending
 
     def go_on(self, after: Mapping[str, Any]) -> None:
-        """Take over the due work of a loaded position, as :meth:`after` returned it."""
+        """Take over the due work of a loaded position. ``after`` is its entry that :meth:`after` returned."""
         self._after = dict(after)
         self._ended = self._after["ended"]
         self._is_newcomer = is_newcomer()  # the other ranks have done the due work
 
     def run(self, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
-        """Call ``original(**kwargs)`` for an epoch that is not finished, after the work that the last step left due."""
+        """Run the epoch with ``original(**kwargs)`` unless it is finished. First do the work that is still due."""
         if kwargs["epoch"] < self._ended:
             return
         after, self._after = self._after, None
@@ -121,14 +124,14 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
             original(**kwargs)
 
     def _arrive(self, kwargs: dict[str, Any], after: dict[str, Any]) -> bool:
-        """Do the work that is due, and set ``kwargs`` so that the Trainer continues inside the job's current epoch.
+        """Do the due work, and set ``kwargs`` so that the Trainer continues inside the job's current epoch.
 
         Args:
             kwargs: arguments of the Trainer's method for an epoch; changed in place.
-            after: the position after the last committed step.
+            after: the entry ``after`` of the position that was loaded.
 
         Returns:
-            False if no part of the epoch is left.
+            False if no part of the epoch is left to run.
         """
         trainer, epoch, whole = self._trainer, kwargs["epoch"], kwargs["num_update_steps_per_epoch"]
         state, control = trainer.state, trainer.control
@@ -146,7 +149,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
             self._ended = epoch + 1
             return False
         trainer.args.ignore_data_skip = False
-        # A directory without random states, which the Trainer would load: each step is seeded.
+        # This directory has no random states that the Trainer could load. Each step is seeded anyway.
         kwargs |= {"epochs_trained": epoch, "resume_from_checkpoint": os.devnull}
         kwargs["steps_trained_in_current_epoch"] = done * trainer.args.gradient_accumulation_steps
         return True

@@ -1,4 +1,4 @@
-"""The Trainers of Hugging Face that can be protected; others are refused."""
+"""The check that refuses the Trainers of Hugging Face that cannot be protected."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils.data import IterableDataset
 from holdfast.errors import UnsupportedError
 
 KEEPS_WEIGHTS = {"SyncRefModelCallback", "BEMACallback", "PEFTAdapterEMACallback"}
-"""Callbacks of TRL that change weights of their own during the training. A replacement would begin with fresh ones."""
+"""Callbacks of TRL that train weights of their own. A replacement would begin with fresh weights in them."""
 
 
 def require_supported(trainer: object, methods: Iterable[str]) -> None:
     """Raise UnsupportedError for a Trainer that cannot be protected.
 
-    These are another class, missing ``methods``, DeepSpeed, FSDP, an iterable dataset, and tensors that one step leaves
-    in the Trainer or in a callback for a later one.
+    It is refused if it is of another class, lacks one of ``methods``, or uses DeepSpeed, FSDP or an iterable dataset.
+    It is also refused if it or a callback keeps tensors that a later step uses.
     """
     if not isinstance(trainer, transformers.Trainer):
         raise UnsupportedError(
@@ -52,7 +52,7 @@ def _require_no_kept_weights(trainer: Any) -> None:
 
 
 def _require_fresh_completions(trainer: Any) -> None:
-    """Refuse completions that several steps use (TRL's trainers that generate): only their rank has them."""
+    """Refuse a TRL trainer whose generated completions serve several steps, because no checkpoint has them."""
     args = trainer.args
     uses = getattr(args, "steps_per_generation", None)
     if uses is None or not hasattr(trainer, "_buffered_inputs"):

@@ -1,8 +1,8 @@
-"""Hugging Face's ``Trainer``: ``protect(trainer)`` before ``trainer.train()``.
+"""The protection of Hugging Face's ``Trainer``: call ``protect(trainer)`` before ``trainer.train()``.
 
 Theory. A step lasts from the fetch of its micro-batches to ``on_step_end``. Its calls are recorded, and run again when
-it is aborted (``session_in_loop.py``). Batches come from Holdfast's feed over the Trainer's own dataset and sampler.
-Order and augmentation are functions of (seed, epoch, batch), and a resume does not read used batches.
+the step is aborted (``session_in_loop.py``). Batches come from Holdfast's feed over the Trainer's own dataset and
+sampler. Order and augmentation are functions of (seed, epoch, batch), and a resume does not read used batches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WRAPPED = (
 
 
 def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Trainer:
-    """Make ``trainer.train()`` survive faults, and continue where the job was. Return the trainer.
+    """Make ``trainer.train()`` survive faults, and continue at the job's position. Return the trainer.
 
     Args:
         trainer: the Trainer, which is changed in place.
@@ -52,7 +52,7 @@ def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Train
 
 
 class _Hooks(TrainerCallback):  # type: ignore[misc]
-    """Replacements for methods of the Trainer with the same names; each gets the original one first."""
+    """Replacements for the Trainer's methods of the same names. The argument ``original`` is the replaced method."""
 
     def __init__(self, trainer: transformers.Trainer, session: dict[str, Any]) -> None:
         self._trainer = trainer
@@ -72,7 +72,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         if self._replay is not None:
             raise UsageError("train() was called before", hint="one train() per protected Trainer")
-        # Rank 0's view on all ranks: the sampler draws for the whole job, and each rank takes its share of that.
+        # The last 0 is rank 0, on all ranks: the sampler draws for the whole job, and each rank takes its share.
         self._feed = TorchFeed(
             MapSource(trainer.callback_handler.train_dataloader, self._arguments["seed"], 0)
         )
@@ -94,16 +94,16 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
     def _run_epoch(self, original: Any, **kwargs: Any) -> None:
         """Run one epoch without the batches that were trained before the resume."""
         if not self._replay.position and kwargs["epoch"] == kwargs["epochs_trained"]:
-            # Begin at the position of a checkpoint of the Trainer's own, or at the start.
+            # Without a position of the session, begin at the Trainer's own checkpoint, or at the start.
             self._feed.seek({"epoch": kwargs["epoch"], "batch": kwargs["steps_trained_in_current_epoch"]})
         self._epochs.run(original, kwargs)
 
     def get_batch_samples(self, original: Any, iterator: Any, count: int, device: Any) -> Any:
-        """Begin a step: return its micro-batches from Holdfast's feed, and how many tokens they hold."""
+        """Begin a step. Return its ``count`` micro-batches from Holdfast's feed, and their number of tokens."""
         loader = self._trainer.callback_handler.train_dataloader
         samples = [self._replay.drawn.draw(self._feed, loader) for _ in range(count)]
         self._counted.begin()
-        # Since the last step ended, the Trainer may have logged and reset what it had counted.
+        # Since the last step ended, the Trainer may have logged and reset its counted values.
         self._replay.begin({**(self._replay.own or {}), "counted": self._counted.own()})
         count_tokens = self._tokens.counting(samples, device)
 
@@ -116,7 +116,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         return samples, self._tokens.held
 
     def training_step(self, original: Any, model: Any, inputs: Any, tokens: Any = None) -> Any:
-        """Compute the gradients of one micro-batch as a part of the step. Return its loss."""
+        """Compute the gradients of one micro-batch as a recorded part of the step. Return its loss."""
         accelerator = self._trainer.accelerator
         sync, place = accelerator.sync_gradients, self._losses.place()
 
@@ -129,11 +129,11 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         return self._losses.add()
 
     def _track_num_input_tokens(self, original: Any, inputs: Any) -> None:
-        """Sum the number of seen tokens over the ranks, by a collective of the step."""
+        """Sum the number of seen tokens over the ranks, as a recorded part of the step."""
         self._replay.do(partial(original, inputs))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the step. Leaves the process when a graceful exit is agreed."""
+        """End the step. Leave the process if the ranks have agreed on a graceful exit."""
         self._losses.correct()
         self._replay.commit(self._position(), {**self._losses.own(), "counted": self._counted.own()})
 
@@ -153,13 +153,13 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         with self._replay.section(name):
             original(loss, self._losses.newest(norm), *args, **kwargs)
             if name:
-                # Only rank 0 saves. The other ranks wait for it: a newcomer in its place would not finish the files.
+                # Only rank 0 saves, and the other ranks wait for it. A newcomer as rank 0 would not finish the files.
                 self._trainer.accelerator.wait_for_everyone()
         if self._epochs.follow() or due:
             self._replay.amend(self._position())
 
     def _finalize_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Seal the last state before the Trainer replaces the last model by the best one."""
+        """Seal the last state before the Trainer replaces the last model by the best model."""
         self._replay.close(None)
         self._feed.close()
         return original(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""Lightning: ``Trainer(callbacks=[Holdfast()])``.
+"""The callback for Lightning: ``Trainer(callbacks=[Holdfast()])``.
 
 Theory. The session opens before the loops begin, when the strategy has wrapped the model and made the optimizer. A step
 lasts from the first micro-batch's ``automatic_optimization.run`` to ``on_train_batch_end``. The runs of its
 micro-batches are recorded, and run again when the step is aborted (``session_in_loop.py``). The checkpoint holds the
 progress of Lightning's loops and the state of its callbacks. Lightning itself starts a data loader from its beginning
-after a resume. The loader of this module starts at the batch of the loops, and its order and augmentation are functions
-of (seed, epoch, batch).
+after a resume. :class:`PositionedLoader` starts at the batch that the loops have reached. Its order and augmentation
+are functions of (seed, epoch, batch).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from holdfast.integrations.session_in_loop import Replay
 
 
 class Holdfast(pl.Callback):  # type: ignore[misc]
-    """A callback that makes ``trainer.fit`` survive faults, and continue where the job was.
+    """A callback that makes ``trainer.fit`` survive faults, and continue at the job's position.
 
     Args:
         session: arguments of :func:`holdfast.session`, such as ``checkpoint``, ``resume``, ``seed``.
 
     Raises (from ``trainer.fit``):
-        UnsupportedError: manual optimization, several optimizers, averages of weights; neither DDP nor one device.
+        UnsupportedError: manual optimization, several optimizers, averages of weights, or a strategy other than DDP or
+            one device.
         UsageError: a second ``fit``.
     """
 
@@ -52,7 +53,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
             raise UsageError("fit() was called before", hint="one fit() per process, and per Holdfast()")
         require_supported(trainer, pl_module)
         warn_of_loggers(trainer)
-        # The step must end after other callbacks have counted, and before any callback saves, which communicates.
+        # The step must end after the other callbacks have counted, and before a callback saves: a save communicates.
         saves = pl.callbacks.Checkpoint
         trainer.callbacks = sorted(trainer.callbacks, key=lambda c: 2 if isinstance(c, saves) else c is self)
         self._patches = stand_behind(trainer, self._open, self._loader, self._run, self._fit)
@@ -61,8 +62,8 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         """Open the session when model and optimizers are ready, and move to the position of the job."""
         setup(trainer)
         require_one_optimizer(trainer)
-        # Load the rest of fit(ckpt_path=...) before the session loads. Lightning would load it afterwards, at each
-        # start: an old optimizer and an old position beside the weights of the job.
+        # Load the rest of fit(ckpt_path=...) before the session loads. Lightning would load it after the session, at
+        # each start. The job's weights would then have an old optimizer and an old position.
         trainer._checkpoint_connector.restore_training_state()
         trainer._checkpoint_connector._loaded_checkpoint = {}
         self._replay = Replay(
@@ -82,7 +83,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         return PositionedLoader(made, trainer, seed, drawn) if trainer.training else made
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open a section, because an evaluation may take long."""
+        """Open a section of the session, because an evaluation may take long."""
         if self._replay is not None:
             self._between.enter_context(self._replay.section("evaluate"))
 
@@ -92,7 +93,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         self._passed = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record that the position has changed, because callbacks use the validation results here to change state."""
+        """Record that the position has changed, because callbacks change their state at the end of an epoch."""
         self._passed = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -100,7 +101,10 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         self._replay.close(None)
 
     def _fit(self, run: Any) -> None:
-        """Run all epochs, remove the patches and close the session: without work left Lightning calls no hook."""
+        """Run all epochs, remove the patches and close the session.
+
+        If no epoch is left, Lightning calls no hook that would close the session.
+        """
         try:
             run()
         finally:
@@ -117,7 +121,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def _run(
         self, trainer: pl.Trainer, loop: Any, run: Any, optimizer: Any, batch_idx: int, kwargs: Any
     ) -> Any:
-        """Run one micro-batch as a part of the step; the last one includes the update."""
+        """Run one micro-batch as a recorded part of the step. The last micro-batch of a step includes the update."""
         if self._resumed:
             arrive(trainer, self._resumed)
             self._resumed = {}
@@ -131,7 +135,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
             loop.optim_progress.load_state_dict(progress)
             if not accumulate:
                 return run(optimizer, batch_idx, kwargs)
-            # As in `run`, which would ask in a repeated call whether to accumulate *now*.
+            # The code of `run` for accumulation. In a repeated call `run` would ask whether to accumulate *now*.
             closure = loop._make_closure(kwargs, optimizer, batch_idx)
             with _block_parallel_sync_behavior(trainer.strategy, block=True):
                 closure()
@@ -145,6 +149,6 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step after its last micro-batch. Leaves the process when a graceful exit is agreed."""
+        """End the step after its last micro-batch. Leave the process if the ranks have agreed on a graceful exit."""
         if not trainer.fit_loop._should_accumulate():
             self._replay.commit(place_of(trainer, arrived=False))

@@ -3,7 +3,7 @@
 Theory. A logger takes the next free ``version_N`` when it is first asked for its directory. ``CSVLogger`` removes the
 metrics that it finds there. ``SaveConfigCallback`` writes the configuration and remembers that it has. All of this
 happens before the session opens, so it is in no saved state. The decisions of each rank of a run are therefore written
-into its run directory. A later process with that rank takes them from there. Decisions of rank 0 have precedence, as in
+into its run directory, from where a later process with that rank takes them. Decisions of rank 0 have precedence, as in
 Lightning.
 """
 
@@ -34,10 +34,10 @@ KNOWN = (csv_logs.CSVLogger, fabric_tensorboard.TensorBoardLogger)
 
 
 class Decisions:
-    """The decisions of one rank in one run; without a run nothing is kept.
+    """The decisions of one rank in one run. Without a run nothing is kept.
 
     Args:
-        run_dir: directory of the run.
+        run_dir: directory of the run; None: there is no run.
         rank: rank of this process.
     """
 
@@ -48,17 +48,20 @@ class Decisions:
         self._asked: Counter[str] = Counter()
 
     def known(self, what: str) -> int | None:
-        """Return the decision about ``what`` of an earlier process; None if there is none."""
+        """Return the decision about ``what`` of an earlier process; None if no process has made one."""
         return self._before.get(what)
 
     def keep(self, what: str, decided: int) -> None:
-        """Keep a decision for later processes with this rank."""
+        """Keep a decision about ``what`` for later processes with this rank."""
         self._own[what] = decided
         if self._path is not None:
             write_private(self._path, msgspec.json.encode(self._own))
 
     def version(self, method: Callable[[Any], int], logger: Any) -> int:
-        """Return the version of the n-th logger of its kind and directory."""
+        """Return the version number for ``logger``: that of the earlier process, or else a new one from ``method``.
+
+        Loggers are matched by class, directory and the order of their calls.
+        """
         place = f"{type(logger).__name__} {logger.root_dir}/{logger.name}"
         self._asked[place] += 1
         what = f"{place} {self._asked[place]}"
@@ -68,7 +71,7 @@ class Decisions:
         return version
 
     def metrics(self, method: Callable[[Any], None], writer: Any) -> None:
-        """Keep the metrics in the log directory if this run has written them; otherwise let Lightning remove them."""
+        """Keep the metrics in the log directory if this run has written them. Otherwise let Lightning remove them."""
         what = f"metrics {writer.log_dir}"
         if self.known(what) is None:
             method(writer)
@@ -78,7 +81,10 @@ class Decisions:
         self.keep(what, 1)
 
     def save_config(self, method: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
-        """Save the configuration once in a run. A newcomer cannot ask the other ranks whether they have."""
+        """Save the configuration with ``method``, once in a run.
+
+        A newcomer cannot ask the other ranks whether it was saved.
+        """
         if self.known(CONFIG_SAVED) is not None:
             callback.already_saved = True
         self.keep(CONFIG_SAVED, 1)  # before the save: a later process would fail at the existing file
@@ -94,7 +100,7 @@ def _read(path: Path | None) -> dict[str, int]:
 
 
 def keep_decisions() -> None:
-    """Make loggers and callbacks reuse the versions and files that an earlier process chose.
+    """Make Lightning's loggers and callbacks reuse the versions and files that an earlier process chose.
 
     Repeated calls do nothing.
     """
@@ -110,7 +116,7 @@ def keep_decisions() -> None:
 
 
 def warn_of_loggers(trainer: pl.Trainer) -> None:
-    """Warn of loggers whose decisions are not kept."""
+    """Warn about loggers of the trainer whose decisions are not kept."""
     unknown = sorted({type(each).__name__ for each in trainer.loggers if not isinstance(each, KNOWN)})
     if unknown and trainer.is_global_zero:
         log.warning(

@@ -4,14 +4,14 @@ Theory. A position is taken when a step ends. It is taken again when the next st
 an epoch lies between: a newcomer must begin after all work of the other ranks. Lightning's own restart is made for
 positions at the end of a batch, and errs in two cases, which this module corrects:
 
-- From a position before a batch it counts that batch, and the validation before it, twice. So the process sets the
-  counters again when it trains its first batch.
-- From a position after a batch it leaves out the following validation or end of the epoch. So a process that restarts
-  there is sent back by one batch, and a substitute for the training of that batch sets the counters. A newcomer is not
-  sent back, because the other ranks have done that work.
+- After a restart from a position before a batch, Lightning counts this batch and the validation before it twice. So the
+  process sets the counters again when it trains its first batch.
+- After a restart from a position after a batch, Lightning leaves out the following validation or end of the epoch. So
+  the process begins one batch earlier, and a substitute for the training of that batch sets the counters. A newcomer
+  does not begin earlier, because the other ranks have done that work.
 
-Scores and other small tensors, which a validation replaces under other names, become plain values. So the layout of the
-state does not change.
+A validation replaces scores and other small tensors under other names. These tensors become plain values, so that the
+layout of the state does not change.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from holdfast.integrations.recorded_calls import is_newcomer
 SMALL = "small tensor"
 SMALL_NUMEL = 64
 UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved")
-"""Attributes of a ModelCheckpoint that it does not load, although they decide whether all ranks save now."""
+"""Attributes of a ModelCheckpoint that its ``load_state_dict`` leaves out, although they decide when to save."""
 
 
 def place_of(trainer: pl.Trainer, *, arrived: bool) -> dict[str, Any]:
-    """Return the current position.
+    """Return the current position of the training.
 
     Args:
-        arrived: a batch is about to be trained; False: a batch has just been trained.
+        arrived: True if a batch is about to be trained; False if a batch has just been trained.
     """
     states = {c.state_key: c.state_dict() for c in trainer.callbacks}
     savers = {
@@ -61,7 +61,7 @@ def place_of(trainer: pl.Trainer, *, arrived: bool) -> dict[str, Any]:
 
 
 def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
-    """Move to the position ``place`` before the loops begin."""
+    """Move the trainer to the position ``place`` before the loops begin."""
     place = _made(place)
     if place["arrived"] or is_newcomer():
         trainer.fit_loop.load_state_dict(place["loops"])
@@ -77,7 +77,7 @@ def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
 
 
 def _before_last_batch(loops: dict[str, Any]) -> dict[str, Any]:
-    """Return the loops' state as if the step's last batch were still to come."""
+    """Return the loops' state from before the step's last batch."""
     loops = copy.deepcopy(loops)
     batches = loops["epoch_loop.batch_progress"]
     batches["is_last_batch"] = False
@@ -89,7 +89,7 @@ def _before_last_batch(loops: dict[str, Any]) -> dict[str, Any]:
 
 
 def _skip_next_batch(trainer: pl.Trainer, loops: dict[str, Any]) -> None:
-    """Replace the training of the next batch, which is done already, by setting the loops to the state after it."""
+    """Replace the training of the next batch, which is already trained: set the loops to the state after the batch."""
     epoch_loop = trainer.fit_loop.epoch_loop
 
     def advance(fetcher: Any) -> None:
@@ -109,13 +109,13 @@ def arrive(trainer: pl.Trainer, place: dict[str, Any]) -> None:
 
 
 def _set_loops(trainer: pl.Trainer, loops: dict[str, Any]) -> None:
-    """Set the state of the running loops."""
+    """Set the state of the loops while they run."""
     trainer.fit_loop.load_state_dict(loops)
     trainer.fit_loop.restarting = trainer.fit_loop._loaded_from_state_dict = False
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy in which small tensors are bytes."""
+    """Return a copy of ``value`` in which small tensors are bytes."""
     if isinstance(value, Tensor) and 0 < value.numel() <= SMALL_NUMEL:
         flat = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         return {
@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def _made(value: Any) -> Any:
-    """Return a copy that undoes :func:`_plain`."""
+    """Return a copy of ``value`` in which bytes are small tensors again; the inverse of :func:`_plain`."""
     if type(value) in (list, tuple):
         return type(value)(map(_made, value))
     if type(value) is not dict:
@@ -141,9 +141,9 @@ def _made(value: Any) -> Any:
 
 
 class PositionedLoader:
-    """The training data of one loader from the position of the loops, epoch after epoch.
+    """The training data of one loader, from the batch that the loops have reached, epoch after epoch.
 
-    Where a run has several loaders, each is wrapped in a separate object.
+    If a trainer has several loaders, each is wrapped in its own object.
     """
 
     def __init__(
@@ -154,17 +154,17 @@ class PositionedLoader:
         self._loop = trainer.fit_loop
         self._loader = loader
         self._drawn = drawn
-        self._ended = -1  # the epoch in which a pass over this loader ended
+        self._ended = -1  # the newest epoch in which a pass over this loader ended
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # Read at the first batch, when Lightning knows in which epoch it starts.
+        # Read the epoch at the first batch, when Lightning has set it.
         epoch = self._loop.epoch_progress.current.processed
         skip, drawn = self._skip(epoch), self._drawn()
         if self._is_alone():
-            # The batch before is read only for the comparison.
+            # The batch before ``skip`` is read only for the comparison.
             first = skip - 1 if drawn.expects(epoch, skip - 1) else skip
             for batch, data in enumerate(self._source.open(epoch, first), first):
                 drawn.saw(epoch, batch, data, self._loader)
@@ -175,11 +175,14 @@ class PositionedLoader:
         self._ended = epoch
 
     def _is_alone(self) -> bool:
-        """Return whether this is the only loader; then its batches have the numbers of the loop's batches."""
+        """Return True if the trainer has only this loader.
+
+        Its batches then have the same numbers as the loop's batches.
+        """
         return len(self._loop._combined_loader.flattened) == 1
 
     def _skip(self, epoch: int) -> int:
-        """Return how many batches of this pass were trained."""
+        """Return the number of batches of this pass over the loader that were trained before."""
         ready: int = self._loop.epoch_loop.batch_progress.current.ready
         combined = self._loop._combined_loader
         if self._is_alone() or combined._mode == "min_size":

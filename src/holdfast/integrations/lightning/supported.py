@@ -1,4 +1,4 @@
-"""The uses of Lightning's ``fit`` that can be protected; others are refused."""
+"""The checks that refuse the uses of Lightning's ``fit`` that cannot be protected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from holdfast.errors import UnsupportedError
 
 
 def require_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise UnsupportedError for manual optimization, neither DDP nor one device, or averages in the model's place."""
+    """Raise UnsupportedError if this use of ``fit`` cannot be protected.
+
+    It is refused with manual optimization, with a strategy other than DDP or one device, and with a callback that puts
+    averaged weights into the model.
+    """
     strategy = trainer.strategy
     if not module.automatic_optimization or not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UnsupportedError(
@@ -25,6 +29,6 @@ def require_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def require_one_optimizer(trainer: pl.Trainer) -> None:
-    """Raise UnsupportedError if there is not exactly one optimizer."""
+    """Raise UnsupportedError if the trainer does not have exactly one optimizer."""
     if len(trainer.optimizers) != 1:
         raise UnsupportedError(f"{len(trainer.optimizers)} optimizers", hint="configure one optimizer")

@@ -1,8 +1,8 @@
 """A job on a Ray cluster: ``run(train, name=..., num_nodes=..., spares=...)`` in a driver, ``status(name)`` anywhere.
 
-``job`` is that call. ``driver`` lets Ray place the nodes, ``supervisor`` watches them. ``node`` is the actor of one
-node, and ``keeper`` keeps the launcher of the node. ``rank`` runs a training function, which ``shipped_function``
-names.
+``job`` has these two functions. ``driver`` lets Ray place the nodes, and ``supervisor`` watches them. ``node`` is the
+actor of one node. ``keeper`` is the process that keeps the node's launcher. ``rank`` runs a training function, and
+``shipped_function`` finds its name.
 """
 
 from holdfast.integrations.ray.job import JobResult, run, status

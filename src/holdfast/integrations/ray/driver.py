@@ -1,4 +1,4 @@
-"""The driver of a job on Ray: it lets Ray place the nodes, makes their actors, and removes both at the end."""
+"""The driver of a job on Ray: it lets Ray place the nodes, makes their actors, and removes the actors at the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ class JobPlan:
 
 
 def drive(plan: JobPlan) -> dict[int, Any]:
-    """Run the job to its end. Return what the ranks returned. Raises: as :func:`holdfast.integrations.ray.run`."""
+    """Run the job to its end. Return the values that the ranks returned, by rank.
+
+    Raises:
+        Errors: see :func:`holdfast.integrations.ray.run`.
+    """
     if not ray.is_initialized():
         ray.init()
     if _actors_of(plan.name):
@@ -64,7 +68,7 @@ def drive(plan: JobPlan) -> dict[int, Any]:
 
 
 def status(name: str) -> dict[str, Any]:
-    """Return the status of a job, as :func:`holdfast.integrations.ray.status`."""
+    """Return the status of the job ``name``, as :func:`holdfast.integrations.ray.status` does."""
     if not ray.is_initialized():
         ray.init()
     for actor_name in _actors_of(name):
@@ -73,7 +77,7 @@ def status(name: str) -> dict[str, Any]:
             if said := ray.get(actor.status.remote(), timeout=STATUS_S):
                 answer: dict[str, Any] = said
                 return answer
-        except (RayError, ValueError):  # it is lost: ask another node
+        except (RayError, ValueError):  # the actor is lost: ask another node
             continue
     raise UsageError(
         f"no job of the name {name} answers", hint="ray list actors; the name is that given to run()"
@@ -94,7 +98,7 @@ def _taken(name: str) -> UsageError:
 
 
 def _placed(plan: JobPlan) -> PlacementGroup:
-    """Return a placement group whose nodes are reserved. Raises: NotMet."""
+    """Return a placement group with reserved nodes. Raises: NotMet: the nodes were not free in time."""
     group = placement_group(plan.bundles, strategy=plan.strategy, name=f"holdfast-{plan.name}")
     until_s, said = time.monotonic() + plan.node_timeout_s, False
     try:
@@ -123,7 +127,7 @@ def _placed(plan: JobPlan) -> PlacementGroup:
 def _actor(
     plan: JobPlan, group: PlacementGroup, launch: str, number: int, bundle: Mapping[str, float]
 ) -> Any:
-    """Make the actor of a node. Raises: UsageError: its name is taken."""
+    """Make the actor of node ``number``. Raises: UsageError: the actor's name is taken."""
     others = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU", "memory")}
     options: dict[str, Any] = {"memory": bundle["memory"]} if "memory" in bundle else {}
     made = ray.remote(HoldfastNode).options(
@@ -140,7 +144,10 @@ def _actor(
 
 @contextmanager
 def _signals(job: Supervisor) -> Iterator[None]:
-    """Ask the job to save and leave at SIGTERM (``ray job stop``) or Ctrl-C, and to end at a second signal."""
+    """Translate signals to the driver into requests to the job while the ``with`` body runs.
+
+    SIGTERM (``ray job stop``) or Ctrl-C asks it to save and leave, a second signal to end.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,9 @@
 """A job on a Ray cluster: ``run(train, num_nodes=..., spares=...)``, in a driver that ``ray job submit`` has started.
 
-Theory. One Ray actor per node does what ``holdfast run`` does on a host. The ranks are processes of this actor, not Ray
-tasks. A lost rank is therefore replaced as in every other job, and the other ranks keep their processes and weights.
-Only Ray knows where a node is available. When the node of an actor is lost, Ray places the actor again, and its new
-node joins the job as a spare.
+Theory. One Ray actor per node does the work of ``holdfast run`` on a host. The ranks are processes of this actor, not
+Ray tasks. A lost rank is therefore replaced as in every other job, and the other ranks keep their processes and
+weights. Only Ray knows where a node is available. When the node of an actor is lost, Ray places the actor again, and
+its new node joins the job as a spare.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class JobResult:
 
     Args:
         name: name of the job.
-        returned: the values that the training function has returned, by rank. A rank whose value was not plain
-            (numbers, texts, lists, tuples, dicts of these, None) is missing, and its log has a warning. Empty for a
-            script.
+        returned: the values that the training function has returned, by rank; empty for a script. A rank whose value
+            was not plain (numbers, texts, lists, tuples, dicts of these, None) is missing, and its log has a warning.
     """
 
     name: str
@@ -80,11 +79,11 @@ def run(
     """Run a training on the nodes of a Ray cluster to its end, and return the values of its ranks.
 
     Args:
-        train: a function at the top level of a module (each rank calls it, with ``train_loop_config`` if that is
-            given), or the path of a script. It uses :func:`holdfast.session`, as under ``holdfast run``.
-        name: name of the job. A call with the same name continues where an earlier one has saved.
-        num_nodes: nodes that hold ranks.
-        workers_per_node: ranks on each of these nodes.
+        train: a function at the top level of a module, or the path of a script. It uses :func:`holdfast.session`, as
+            under ``holdfast run``. Each rank calls the function, with ``train_loop_config`` if that is given.
+        name: name of the job. A call with the same name continues where an earlier call has saved.
+        num_nodes: number of nodes that hold ranks.
+        workers_per_node: number of ranks on each of these nodes.
         spares: number of spare nodes, which wait for the loss of a node.
         shrink_to: least number of nodes to train with if some are lost and no spare waits; 0: wait for a node.
         use_gpu: True reserves a GPU per worker.
@@ -94,13 +93,13 @@ def run(
         args: arguments of the script.
         storage_path: directory that all nodes share, or ``s3://bucket/prefix``. Checkpoints go to ``NAME`` below it,
             unless the script sets a place.
-        run_dir: directory on each node for logs and events; by default one of this user in the temporary directory.
+        run_dir: directory on each node for logs and events; None: a directory of this user in the temporary directory.
         flags: further flags of ``holdfast run``, as ``("--memory-every", "1")``.
         node_timeout_s: limit of the wait for the nodes, at the start, and again if all of them are lost.
 
     Raises:
         FrameworkError: Ray is not installed.
-        UsageError: an argument that cannot work, a function that no other process can find, or a job of this name runs.
+        UsageError: an argument cannot work, no other process can find the function, or a job of this name runs.
         NotMet: the cluster did not have the nodes in time; the message says what is missing.
         JobSaved: the job has saved and left (code 75): the same call continues.
         JobError: the training ended with another code than 0.
@@ -140,7 +139,7 @@ def _check_counts(num_nodes: int, workers_per_node: int, spares: int) -> None:
 
 
 def _check_job(name: str, placement_strategy: str, node_timeout_s: float) -> None:
-    """Check the other arguments of the job. Raises: UsageError."""
+    """Check name, placement strategy and time limit of the job. Raises: UsageError."""
     if IN_RANK in os.environ:
         raise UsageError(
             "run() is called while a rank imports this script",
@@ -182,7 +181,11 @@ def _driver() -> Any:
 def _target(
     train: Callable[..., Any] | str | Path, config: Mapping[str, Any] | None, args: Sequence[str]
 ) -> tuple[TrainFunction | str, bytes | None]:
-    """Return what is run, and the encoded argument of a function. Raises: UsageError."""
+    """Return the function or script to run, and the encoded argument of a function (None: no argument).
+
+    Raises:
+        UsageError: there is no such script or function, or an argument that it cannot take.
+    """
     if callable(train):
         if args:
             raise UsageError("args is for a script; train is a function", hint="give train_loop_config")
@@ -204,7 +207,7 @@ def _target(
 
 
 def _passed_on(flags: Sequence[str]) -> list[str]:
-    """Return the flags for ``holdfast run``. Raises: UsageError: a flag that this module sets itself."""
+    """Return the user's flags for ``holdfast run``. Raises: UsageError: this module sets one of the flags itself."""
     if isinstance(flags, str):
         raise UsageError(f"flags={flags!r} is one text", hint="a list of words: ('--grace-s', '60')")
     for flag in flags:
@@ -218,7 +221,7 @@ def _passed_on(flags: Sequence[str]) -> list[str]:
 
 
 def _root(storage_path: str | Path) -> str:
-    """Return a checked ``storage_path`` without a slash at its end. Raises: UsageError: it is a relative path."""
+    """Return ``storage_path`` without a slash at its end. Raises: UsageError: it is a relative path."""
     path = str(storage_path)
     if "://" not in path and not os.path.isabs(path):
         raise UsageError(

@@ -1,14 +1,14 @@
 """The keeper of one node's launcher: a separate process that outlives the actor of the node.
 
-Theory. An actor is a process of Ray, and may be killed while the node is healthy: by an out-of-memory monitor, by a
-command, by a defect. The training must not depend on it. So the launcher is a child of the keeper, and the actor owns
-the keeper by a file with the actor's process number. A new actor on the same node that finds the keeper writes its own
-number there, and the training continues undisturbed. A keeper without a living owner asks the launcher to save and
-leave: for Ray its job is over, and the resources of the node go to other jobs.
+Theory. An actor is a process of Ray. It may be killed while the node is healthy: by an out-of-memory monitor, by a
+command, by a defect. The training must not depend on the actor. So the launcher is a child of the keeper. A file with
+an actor's process number says which actor owns the keeper. A new actor on the same node that finds the keeper writes
+its own number into the file, and the training continues undisturbed. A keeper without a living owner asks the launcher
+to save and leave, because for Ray the job is over, and the resources of the node go to other jobs.
 
 Invariants:
 1. There is one keeper per directory (a lock), and it ends after its launcher.
-2. The launcher is killed when its keeper is; its agent then saves and leaves.
+2. If a keeper is killed, its launcher is killed, and the launcher's agent then saves and leaves.
 3. The loss of the owner causes one request to leave, and so does each signal to the keeper.
 """
 
@@ -30,7 +30,7 @@ from holdfast.runtime.node.rundir import is_free, open_log, try_lock, write_priv
 
 POLL_S = 0.1
 LOCK_S = 5.0
-ORPHAN_S = 8.0  # Ray makes a new actor on the node within two seconds, on a busy machine later
+ORPHAN_S = 8.0  # wait for a new owner; Ray makes a new actor within two seconds, on a busy machine later
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -45,23 +45,23 @@ class Owner(msgspec.Struct, frozen=True):
     """The actor that owns a keeper."""
 
     pid: int
-    ticks: int  # start time of the process: numbers are reused
+    ticks: int  # start time of the process, because process numbers are reused
     launch: str  # id of the driver's call
     ray_node: str
     devices: tuple[str, ...]  # devices that Ray has given to the actor
 
     @property
     def lives(self) -> bool:
-        """True if the process of the actor lives."""
+        """True if the actor's process lives."""
         return start_ticks(self.pid) == self.ticks
 
     def succeeds(self, other: Owner) -> bool:
-        """Return whether this actor may take over the launcher of ``other``."""
+        """Return whether this actor may take over the launcher of the owner ``other``."""
         return (self.launch, self.ray_node, self.devices) == (other.launch, other.ray_node, other.devices)
 
 
 class KeptPlace:
-    """The files through which an actor and a keeper find each other, in a private directory."""
+    """A private directory with the files through which an actor and a keeper find each other."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,12 +71,12 @@ class KeptPlace:
 
     @property
     def kept(self) -> bool:
-        """True if a keeper lives."""
+        """True if a keeper of this directory lives."""
         return not is_free(self.lock)
 
     @property
     def code(self) -> int | None:
-        """The exit code of the launcher; None: it has not ended."""
+        """The exit code of the launcher; None: the launcher has not ended."""
         try:
             return int(self.code_file.read_text())
         except FileNotFoundError:
@@ -84,18 +84,18 @@ class KeptPlace:
 
     @property
     def owner(self) -> Owner | None:
-        """The owner of the keeper; None: there never was one."""
+        """The owner of the keeper; None: the keeper never had an owner."""
         try:
             return msgspec.json.decode((self.path / "owner").read_bytes(), type=Owner)
         except FileNotFoundError:
             return None
 
     def own(self, owner: Owner) -> None:
-        """Make ``owner`` the owner of the keeper."""
+        """Record ``owner`` as the owner of the keeper."""
         write_private(self.path / "owner", msgspec.json.encode(owner))
 
     def start(self, order: Order) -> None:
-        """Start a keeper for this order. No other keeper may live."""
+        """Start a keeper that executes ``order``. No other keeper of this directory may live."""
         self.code_file.unlink(missing_ok=True)
         write_private(self.path / "order", msgspec.json.encode(order))
         with os.fdopen(open_log(self.output), "ab") as output:
@@ -112,7 +112,7 @@ class KeptPlace:
 
 
 class Keeper:
-    """The keeper of one launcher: it runs the launcher, and asks it to leave when the keeper has no owner."""
+    """The keeper of one launcher. It runs the launcher, and asks the launcher to leave when the owner is lost."""
 
     def __init__(self, place: KeptPlace) -> None:
         self.place = place
@@ -122,7 +122,7 @@ class Keeper:
         self._orphan = False
 
     def run(self) -> None:
-        """Start the launcher, and return when it has ended."""
+        """Start the launcher, and return after the launcher has ended."""
         signal.signal(signal.SIGTERM, self._asked)
         order = msgspec.json.decode((self.place.path / "order").read_bytes(), type=Order)
         libc, keeper = ctypes.CDLL(None), os.getpid()
@@ -154,7 +154,10 @@ class Keeper:
 
 
 def main() -> None:
-    """Run ``python -m holdfast.integrations.ray.keeper PLACE``: it returns at once, and the keeper stays."""
+    """Start the keeper of a directory, for ``python -m holdfast.integrations.ray.keeper DIRECTORY``.
+
+    The command returns when the keeper, a background process, holds the lock.
+    """
     place = KeptPlace(Path(sys.argv[1]))
     reading, writing = os.pipe()
     if os.fork():

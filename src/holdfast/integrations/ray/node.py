@@ -1,7 +1,7 @@
 """The actor of one node: it holds the launcher, and reports the node's address, the exit code and the returned values.
 
-Ray makes the actor again when its process or its node is lost. The new actor has no memory of the old one. It reads
-what it needs from the files of the node (``keeper.py``), or gets it from the driver.
+Ray makes the actor again when its process or its node is lost. The new actor has no memory of the old one. It reads the
+state from the files of the node (``keeper.py``), or gets it from the driver.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK_SIZE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """The order to a node: what it runs. It is equal for all nodes, except for ``contacts``."""
+    """The order to a node: the command that its launcher runs. All nodes get the same order except for ``contacts``."""
 
     flags: tuple[str, ...]
     train: TrainFunction | str  # a string: the path of a script
@@ -52,17 +52,17 @@ class NodeHere:
 
     address: str  # IP address of its node
     contact: str  # address and a free port of the node
-    runs: bool  # it has taken over the launcher of an earlier actor
+    runs: bool  # the actor has taken over the launcher of an earlier actor
 
 
 class HoldfastNode:
-    """One node of the job. All methods may be called at the same time.
+    """The actor of one node of the job. All its methods may be called at the same time.
 
     Args:
         name: name of the job.
         number: number of this node.
         launch: id of the driver's call.
-        run_dir: directory for the runs of this user, on the node.
+        run_dir: directory on the node for the runs of this user.
     """
 
     def __init__(self, name: str, number: int, launch: str, run_dir: str) -> None:
@@ -84,7 +84,7 @@ class HoldfastNode:
         self._address: str = ray.util.get_node_ip_address()
         self._runs_on = self._take_over()
 
-    def __repr__(self) -> str:  # Ray puts it before each line of output
+    def __repr__(self) -> str:  # Ray puts this text before each line of output
         return f"{self._name} node{self._number}"
 
     def _take_over(self) -> bool:
@@ -97,21 +97,25 @@ class HoldfastNode:
         return True
 
     def here(self) -> NodeHere:
-        """Return address, free port and state of this actor."""
+        """Return the node's address, a free port, and whether this actor has taken over a launcher."""
         with socket.socket(family_of(self._address)) as probe:
             probe.bind((self._address, 0))
             contact = endpoint(self._address, probe.getsockname()[1])
         return NodeHere(self._address, contact, self._runs_on)
 
     def start(self, order: NodeOrder) -> str:
-        """Start the launcher. Return why it cannot be started; empty: it is started."""
+        """Start the launcher. Return the reason why it cannot be started; empty: it is started."""
         try:
             return self._prepare() or self._start(order)
         except OSError as error:
             return f"{error.filename or self._place.path}: {error.strerror}"
 
     def _prepare(self) -> str:
-        """Make private directories and wait until processes of an earlier call have left. Return why it failed."""
+        """Make private directories, and wait until processes of an earlier call have left.
+
+        Returns:
+            The reason why this failed; empty: it succeeded.
+        """
         self._place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if why := self._doubt():
             return why
@@ -125,7 +129,7 @@ class HoldfastNode:
         return ""
 
     def _doubt(self) -> str:
-        """Return why another user may have made the files here; empty: none did."""
+        """Return why another user may have made the directories of this actor; empty: no other user did."""
         doubts = ((path, doubt(path)) for path in (self._runs, self._place.path))
         return next((f"{path} {why}" for path, why in doubts if why), "")
 
@@ -152,7 +156,7 @@ class HoldfastNode:
         return ""
 
     def wait(self) -> int:
-        """Show the launcher's output until it has ended. Return its exit code, below 0 for a signal."""
+        """Show the launcher's output until the launcher has ended. Return its exit code; below 0: a signal."""
         while True:
             ended, kept = self._place.code, self._place.kept
             self._show()
@@ -165,7 +169,7 @@ class HoldfastNode:
             time.sleep(POLL_S)
 
     def _show(self) -> None:
-        """Print new whole lines of the launcher's output; a new actor continues where the last one stopped."""
+        """Print the new whole lines of the launcher's output. A new actor continues where the last actor stopped."""
         mark = self._place.path / "shown"
         before = shown = int(mark.read_text()) if mark.exists() else 0
         with self._place.output.open("rb") as file:
@@ -182,7 +186,7 @@ class HoldfastNode:
             write_private(mark, str(shown).encode())
 
     def contacts(self, asks: int) -> tuple[str, ...]:
-        """Return the addresses of all agents except that of the node ``asks``; empty: not known here."""
+        """Return the addresses of all agents except that of node ``asks``; empty: this node does not know them."""
         try:
             known = read_peers(self._run)
             return tuple(endpoint(peer.host, peer.port) for peer in known if peer.node_id != f"node{asks}")
@@ -190,7 +194,7 @@ class HoldfastNode:
             return ()
 
     def leave(self) -> None:
-        """Ask the launcher to save and leave, and at the second call to end at once."""
+        """Ask the launcher to save and leave. A second call asks it to end at once."""
         if self._place.path.exists() and self._place.kept:
             self._place.ask()
 
@@ -200,7 +204,7 @@ class HoldfastNode:
         return {int(file.name.removeprefix(RETURNED)): file.read_bytes() for file in files}
 
     def status(self) -> dict[str, Any]:
-        """Return the output of ``holdfast status --json`` on this node; empty: nothing so far."""
+        """Return the output of ``holdfast status --json`` on this node; empty: the run has no status yet."""
         asked = subprocess.run(
             [sys.executable, "-m", "holdfast", "status", "--json", str(self._run.path)],
             capture_output=True, text=True, timeout=STATUS_S, check=False,
@@ -209,7 +213,7 @@ class HoldfastNode:
         return said
 
     def clear(self) -> None:
-        """Remove the files of this call: the token, and the output that was shown."""
+        """Remove the files of this call, such as the token and the launcher's output."""
         until_s = time.monotonic() + LOCK_S
         while self._place.kept:  # the launcher has ended, and its keeper ends
             if time.monotonic() > until_s:
@@ -219,14 +223,17 @@ class HoldfastNode:
 
 
 def _located(train: TrainFunction | str) -> tuple[str, str]:
-    """Return the directory of the code and the file in it that must exist; no file: the code is installed."""
+    """Return the directory of the code, and the path in it of a file that must exist.
+
+    The path is empty if the code is an installed package.
+    """
     if isinstance(train, TrainFunction):
         return train.root, train.file
     return os.path.split(train)
 
 
 def _target(order: NodeOrder, found: str, place: Path) -> tuple[str, ...]:
-    """Return the last words of the command, which name the function or script."""
+    """Return the last words of the launcher's command, which name the function or script."""
     if isinstance(order.train, TrainFunction):
         module, name = order.train.module, order.train.name
         return ("-m", "holdfast.integrations.ray.rank", module, name, found, str(place))

@@ -1,6 +1,7 @@
-"""The program of each rank for a training function: it imports and calls it, and stores the value for the node's actor.
+"""The program of each rank for a training function: it calls the function and stores the value for the node's actor.
 
-``python -m holdfast.integrations.ray.rank MODULE FUNCTION ROOT PLACE``, started like ``holdfast run -m``.
+``python -m holdfast.integrations.ray.rank MODULE FUNCTION ROOT PLACE``, started like ``holdfast run -m``. ROOT is the
+directory of the module, PLACE the actor's private directory.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from holdfast.runtime.node.rundir import write_private
 from holdfast.store.format.json_values import decode_values, encode_values
 
 CONFIG, RETURNED = "config", "returned-"
-IN_RANK = "HOLDFAST_RAY_RANK"  # refuses run() in a rank that imports a driver's script without a main guard
+IN_RANK = "HOLDFAST_RAY_RANK"  # makes run() raise in a rank that imports a driver's script without main guard
 
 
 def main() -> None:
-    """Run the function that the arguments name."""
+    """Call the training function that the command-line arguments name, and store its value."""
     module, name, root, place = sys.argv[1:5]
     os.environ[IN_RANK] = "1"
     function = load_function(module, name, root)

@@ -1,4 +1,4 @@
-"""A training function as a name that every node can resolve: module, name in it, and the directory of the module.
+"""A training function as a name that every node can resolve: module, name in the module, and directory of the module.
 
 The ranks are processes of Holdfast, and unpickle nothing. So a function is sent to them by its name, as to spawned
 processes of :mod:`multiprocessing`, and its argument as plain values.
@@ -21,18 +21,18 @@ HINT = "define it with def at the top level of a module, or give the path of a s
 
 
 class TrainFunction(NamedTuple):
-    """The place where a function is defined."""
+    """The name of a function, and the file that defines it."""
 
     module: str
     name: str
-    root: str  # directory on sys.path with the module; empty: it is installed, as it must be on each node
+    root: str  # directory on sys.path with the module; empty: the module must be installed on each node
     file: str  # file of the module, below ``root``
 
 
 def name_function(train: Callable[..., Any]) -> TrainFunction:
-    """Return the name by which another process finds ``train``.
+    """Return the name by which another process finds the function ``train``.
 
-    A function of the driver's own script gets the module name of the script's file, under which the ranks import it.
+    For a function of the driver's own script the module name is that of the script's file, which the ranks import.
 
     Raises:
         UsageError: only this process can find it: a lambda, a nested function, a method, a partial, a notebook.
@@ -64,7 +64,7 @@ def name_function(train: Callable[..., Any]) -> TrainFunction:
 
 
 def load_function(module: str, name: str, root: str) -> Callable[..., Any]:
-    """Return the function that :func:`name_function` has named; ``root`` is put first on ``sys.path``.
+    """Return the function that :func:`name_function` named. Put ``root`` first on ``sys.path`` if it is not there.
 
     Raises:
         ScriptError: the module has no such function.
@@ -82,12 +82,14 @@ def load_function(module: str, name: str, root: str) -> Callable[..., Any]:
 
 
 def find_place(here: str, drivers: str, root: str, file: str) -> str:
-    """Return the directory on this node that holds ``file``, as ``root`` does on the driver's; empty: there is none.
+    """Return the directory on this node that corresponds to the driver's ``root`` and holds ``file``; empty: none does.
 
     Args:
         here: working directory of this process.
         drivers: working directory of the driver. A ``root`` below it is searched below ``here`` first, because Ray
             copies the working directory of a job to each node.
+        root: directory of the code on the driver's node.
+        file: path of a file below ``root``.
     """
     below = os.path.relpath(root, drivers)
     candidates = (

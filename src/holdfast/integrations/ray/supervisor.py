@@ -4,15 +4,16 @@ Theory. The job needs no process outside its nodes: its agents have elected a co
 no agent can know that Ray has placed a lost actor again, and where. The supervisor sends that node the addresses of the
 other agents, and the node joins the job. The job ends when its launchers end.
 
-After a loss that the job could not bear (no majority, no node in time), its launchers save and end with code 75. That
-end was not asked for, so all are started again as soon as there are enough nodes, and training continues at that step.
+After a loss that the job cannot survive (no majority, no node in time), its launchers save and end with code 75. The
+driver did not request that end. So all launchers are started again as soon as there are enough nodes, and training
+continues at the saved step.
 
 A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is up without a launcher), ``starts``, ``runs``,
 ``ended`` (its launcher has ended), or ``out`` (left out for good).
 
 Invariants:
 1. A launcher is started only where the actor is known to have none.
-2. A node that comes to a running job does not get its own address as a contact: it could found a second job.
+2. A node that comes to a running job does not get its own address as a contact, because it could found a second job.
 3. The first code 0 ends the job, which runs to its end on all nodes together.
 """
 
@@ -35,10 +36,10 @@ from holdfast.store.format.json_values import decode_values
 from holdfast.text import plural
 
 POLL_S = 0.2
-RETURN_S = 0.5  # between two requests to an actor that is not up
+RETURN_S = 0.5  # pause between two requests to an actor that is not up
 GATHER_S = 10.0  # wait for further nodes when there are enough
-AGAIN_S = 10.0  # before a launcher that has left is started again: time for a whole job to leave
-DEPARTURES_MAX = 5  # limit of the ends of a launcher that nothing asked for, while the others run
+AGAIN_S = 10.0  # wait before a launcher that has left is started again, in which a whole job can leave
+DEPARTURES_MAX = 5  # limit of the unrequested ends of a launcher while other launchers run
 SETTLE_S = 5.0
 LINGER_S = 30.0
 ANSWER_S = 10.0
@@ -48,12 +49,12 @@ Phase = Literal["lost", "ready", "starts", "runs", "ended", "out"]
 
 @dataclass
 class JobNode:
-    """A node of the job."""
+    """The supervisor's record of one node of the job."""
 
     number: int
     actor: Any
     phase: Phase = "lost"
-    call: Any = None  # call in flight, by the phase: here, start, wait
+    call: Any = None  # call in flight: here() in phase lost, start() in phase starts, wait() in phase runs
     here: NodeHere | None = None
     code: int | None = None  # exit code of its last launcher
     starts: int = 0
@@ -62,12 +63,12 @@ class JobNode:
 
     @property
     def active(self) -> bool:
-        """True if it has a launcher, or is about to start one."""
+        """True if the node has a launcher, or is about to start one."""
         return self.phase in ("starts", "runs")
 
 
 def say(text: str) -> None:
-    """Print a line of the driver."""
+    """Print a line of the driver to stderr."""
     sys.stderr.write(f"holdfast: {text}\n")
 
 
@@ -76,10 +77,10 @@ class Supervisor:
 
     Args:
         name: name of the job.
-        order: the order to the nodes; its contacts are filled in here.
+        order: the order to the nodes; the supervisor fills in its contacts.
         nodes: the nodes, one per actor, in the order of their numbers.
-        num_nodes: number of the nodes that hold ranks.
-        node_timeout_s: limit of a start, and of a time in which no node is left.
+        num_nodes: number of nodes that hold ranks.
+        node_timeout_s: time limit for the start, and for a time without any node.
     """
 
     def __init__(
@@ -98,11 +99,12 @@ class Supervisor:
         self._failed = ""  # the node whose launcher failed
 
     def run(self) -> None:
-        """Return when the job is over.
+        """Watch the job, and return when the job is over.
 
         Raises:
-            NotMet: not enough actors came up, at the start or after all were lost.
-            UserError: a node cannot start its order.
+            NotMet: not enough actors came up at the start.
+            JobSaved, JobError: not enough actors came up after all were lost.
+            UserError: a node cannot start its launcher.
         """
         try:
             self._watch()
@@ -155,7 +157,7 @@ class Supervisor:
             found |= {rank: decode_values(data) for rank, data in (values or {}).items()}
         return dict(sorted(found.items()))
 
-    # ---------------------------------------------------------------- what nodes answer
+    # ---------------------------------------------------------------- answers of the nodes
 
     def _answered(self, node: JobNode) -> None:
         call, node.call = node.call, None
@@ -194,7 +196,7 @@ class Supervisor:
             node.phase = "out"
 
     def _refused(self, node: JobNode, why: str) -> None:
-        """Leave out a node that cannot start its launcher, or end the job if the node was in it from the start."""
+        """Leave out a node that cannot start its launcher. If the node was in the job from the start, end the job."""
         if self._began_with(node):
             raise UserError(
                 f"node{node.number} ({self._address(node)}): {why}",
@@ -215,7 +217,7 @@ class Supervisor:
                 say(f"node{node.number} is left out: its launcher ended with code {code}")
 
     def _began_with(self, node: JobNode) -> bool:
-        """Return whether the node was started only once, so that it belongs to the job from the start."""
+        """Return True if the node was started only once, so that it belongs to the job from the start."""
         return node.starts == 1
 
     # ---------------------------------------------------------------- orders
@@ -230,7 +232,7 @@ class Supervisor:
             self._leave()
 
     def _leave(self) -> list[Any]:
-        """Ask all launchers to leave. Return the calls."""
+        """Ask all launchers to leave. Return the calls, which are in flight."""
         return [node.actor.leave.remote() for node in self._nodes if node.active]
 
     def _ask_lost(self) -> None:
@@ -262,7 +264,7 @@ class Supervisor:
 
     @property
     def _interrupted(self) -> bool:
-        """True if all launchers have left because a node was lost, and the end was not asked for."""
+        """True if all launchers have left because a node was lost, and no process has requested the end."""
         if self._leaving or not self._codes or any(node.active for node in self._nodes):
             return False
         return not set(self._codes) & set(ENDS) and any(
@@ -334,7 +336,7 @@ class Supervisor:
         return bool(self._codes or self.asked) or all(node.phase == "out" for node in self._nodes)
 
     def _ask(self, call: Any) -> Any:
-        """Return the answer of a call; None: it has none, as from a lost node."""
+        """Return the answer of a call to an actor; None: there is no answer, because the node is lost."""
         try:
             return ray.get(call, timeout=ANSWER_S)
         except RayError:
