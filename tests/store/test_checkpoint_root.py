@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CheckpointInvalid, NothingToResume, StoreError, StoreUnreachable, UsageError
-from holdfast.store.backends.durable_files import Directory
+from holdfast.store.backends.durable_files import Directory, make_root
 from holdfast.store.backends.local_store import LocalStore
 from holdfast.store.backends.registry import open_store
 from holdfast.store.manage.checkpoint_root import Root, resolve
@@ -251,3 +251,22 @@ def test_names_cannot_leave_the_directory(tmp_path: Path) -> None:
         for name in ("../x", "/etc/passwd", "a/b", "..", "", "x" * 300, "a\0b"):
             with pytest.raises(StoreError, match="not a file name"):
                 directory.open_read(name)
+
+
+def test_a_root_that_was_missing_is_durable_with_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: only the directory of the checkpoint was synced, so a power loss could take the whole root."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def recording(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    make_root(tmp_path / "of" / "a" / "project")
+    assert set(synced) == {str(tmp_path), str(tmp_path / "of"), str(tmp_path / "of" / "a")}
+    synced.clear()
+    make_root(tmp_path / "of" / "a" / "project")
+    assert not synced

@@ -366,8 +366,13 @@ def make_root(path: Path) -> None:
     """Make the root directory of checkpoints with mode 0700, if it is missing. ``OSError`` is not converted.
 
     Missing parents of the root follow the umask, as with ``mkdir -p -m 0700``, because they may serve other purposes.
+    The names of all directories that were missing are durable afterwards.
     """
+    path = path.absolute()
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for directory in missing:
+        sync_directory(directory.parent)
 
 
 def new_owner(what: str) -> str:
