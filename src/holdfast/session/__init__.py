@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Callable(types.ModuleType):
-    """A module type that can be called like a function, because ``holdfast.session`` is also the name of a package."""
+    """A module that can be called: ``holdfast.session`` names this package, and users call this name as a function."""
 
     def __call__(self, *places: Any, **arguments: Any) -> Any:
         from holdfast.session.api import open_session

@@ -57,7 +57,8 @@ def open_session(
         optimizer, scheduler: one, a list, or a dict by name. scaler: a ``GradScaler``.
         checkpoint: directory or ``s3://bucket/prefix`` of the checkpoints. None: the run's own under ``holdfast run``.
         resume: ``auto`` (the newest valid checkpoint; a fresh start if there is none), ``never`` (a fresh start), a
-            checkpoint, a directory or URL of checkpoints, or ``DIRECTORY@STEP``. seed: of the random numbers of steps.
+            checkpoint, a directory or URL of checkpoints, or ``DIRECTORY@STEP``.
+        seed: the seed of all random numbers in the steps.
         save: when to save: a number of steps, a ``timedelta``, ``"auto"`` (the interval that costs least), a policy
             (see ``holdfast.store.manage.retention``), or a list. None: only at ``Session.save()``.
         save_every_steps, save_every_s: further intervals of saves, in steps and in seconds.
@@ -72,10 +73,10 @@ def open_session(
         verify_data: check that a resumed process draws the same batches as the process before it (DataError).
         verify_ranks: steps between two checks that another rank computes the same gradients (ComputeError); 0: none.
         nonfinite: action if an optimizer is about to use gradients with inf or nan: ``stop`` (raise NonFiniteError in
-            the step), ``skip`` the update on all ranks, ``warn`` once (and keep the checkpoint before), or ``ignore``.
+            the step), ``skip`` the update on all ranks, ``warn`` once and keep the checkpoint before, or ``ignore``.
         override: names of hyperparameters (``["lr"]``). A resume takes their values from the script if the script has
-            changed them. All others keep the checkpoint's value. A schedule's factor on a learning rate stays.
-        grace_s: seconds after a signal or exit file after which the job leaves even without a checkpoint; None: never.
+            changed them. All others keep the checkpoint's value. The factor of a learning rate schedule is kept.
+        grace_s: seconds from a signal or exit file until the process leaves, even without a checkpoint. None: no limit.
 
     Raises (UsageError: also by this call; all others: when the session is entered):
         UsageError, UnsupportedError: an argument, optimizer, wrapper, hook or process group that cannot work.
@@ -218,7 +219,7 @@ class _Unprefixed(logging.Filter):
     """A log filter that removes the prefix ``holdfast:`` if every handler of the record shows the logger's name."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Remove the prefix from ``record`` where it is redundant. Return True, which keeps every record."""
+        """Remove the prefix from ``record`` if all handlers show the logger's name. Return True to keep the record."""
         handlers = [*log.handlers, *(logging.getLogger().handlers if log.propagate else [])]
         if handlers and all(map(_shows_name, handlers)) and isinstance(record.msg, str):
             record.msg = record.msg.removeprefix(PREFIX)

@@ -102,7 +102,7 @@ class ExitWatch:
         self._quit_read, self._quit_write = -1, -1
 
     def start(self, known: Mapping[str, Plain] | None = None, say: Callable[[str], None] = log.info) -> None:
-        """Install the signal handlers and start the watching thread. Outside the main thread, watch only the file.
+        """Install the signal handlers (only if this is the main thread), and start the watching thread.
 
         Args:
             known: rank-local values of the loaded state, with the result of :meth:`record`. Empty: it is not known
@@ -150,7 +150,7 @@ class ExitWatch:
                 os.close(fd)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Call the script's own handler. Without one, end a forked process whose parent did not get the signal."""
+        """Call the script's own handler. Without a handler, end a forked process whose parent got no signal."""
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)

@@ -15,7 +15,7 @@ WHY_LENGTH_MAX = 4000
 
 
 def tell_why(client: WorkerClient | None, key: str, rank: int, error: Exception) -> None:
-    """Publish the error of this rank under ``key``, before the ranks vote. Without a client there is no other rank."""
+    """Publish the error of this rank under ``key``, before the ranks vote. Without a client (one rank), do nothing."""
     if client is None:
         return
     message, hint = (error.message, error.hint) if isinstance(error, HoldfastError) else (str(error), "")

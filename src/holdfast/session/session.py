@@ -229,7 +229,7 @@ class Session(ScriptLoops):
 
     @staticmethod
     def _workers_then(session: Mapping[str, Any]) -> int:
-        """Return the number of ranks for which the saved job drew batches at each step, missing ranks included."""
+        """Return the number of ranks of the saved job, including missing ranks whose work other ranks did."""
         return int(session.get("world", 1)) * int(session.get("parts", 1))
 
     def _take_over(self, client: WorkerClient) -> None:
@@ -248,7 +248,7 @@ class Session(ScriptLoops):
     # ------------------------------------------------------------------ spare
 
     def _stand_by(self, stand_in: DeferredRank) -> None:
-        """Prepare a spare, which belongs to no generation yet, for rehearsals. The rest is done when it is called."""
+        """Prepare a spare for rehearsals. All other setup is done when the spare is called into the job."""
         self._spare = stand_in
         self._attach()
         self._rank.open(0)
@@ -502,7 +502,10 @@ class Session(ScriptLoops):
         return self._loops.batch_of(copy)
 
     def foresee(self) -> bytes | None:
-        """Log the update before the vote. Return the next rank-local values for the status page; None: unchanged."""
+        """Log the update in the memory tier, before the vote.
+
+        Return the rank-local values of the next step for the status page; None: unchanged.
+        """
         self._tier.foresee(self._rank.step)
         return self._loops.foresee()
 
@@ -521,7 +524,10 @@ class Session(ScriptLoops):
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:
-        """Handle the requests of the vote (saves, an exit) after ``step`` is committed. Compare user state at first."""
+        """After ``step`` is committed, handle the requests of the vote: saves, an exit.
+
+        At the first steps, also compare user state, buffers and batches between ranks.
+        """
         self._common.committed(self._loops.digests_of(step.number))
         if not self._rank.fenced:  # otherwise the vote after the recovery repeats the requests
             self._behind.committed(tally)

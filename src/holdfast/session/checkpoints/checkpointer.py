@@ -179,7 +179,7 @@ class Checkpointer:
 
     @property
     def is_saved(self) -> bool:
-        """True if :meth:`saved` was called for this step in this generation. A newcomer does not know earlier saves."""
+        """True if :meth:`saved` was called for this step in this generation; earlier generations do not count."""
         return self._saved == (self._rank.machine.generation, self._rank.step)
 
     def is_written(self) -> bool:
@@ -318,7 +318,7 @@ class Checkpointer:
         Never returns if copies differ: all ranks then restart from a checkpoint whose copies were equal.
 
         Returns:
-            False if another rank is lost.
+            True if no copies differ; False if another rank is lost.
         """
         try:
             if self._verifier.active:
@@ -438,7 +438,7 @@ class Checkpointer:
             log.error("holdfast: this rank cannot give its state: %s", error)
 
     def _vouch(self, client: WorkerClient, settle: Settle, frozen: bool) -> None:
-        """Send layout and digests of the state that this rank will save or give; ``frozen``: see :meth:`_to_give`."""
+        """Send layout and digests of the state that this rank will save or give; ``frozen``: after an aborted block."""
         copies: tuple[CopyDigest, ...] = ()
         try:
             self._require_weights()

@@ -50,7 +50,7 @@ class Drawn:
         self._loader: Any = None
 
     def begin(self, loader: Any) -> None:
-        """Set the loader of the loop that begins. Messages name it."""
+        """Set the loader of the loop that begins. Messages name this loader."""
         self._loader = loader
 
     def stand_at(self, record: Plain) -> None:

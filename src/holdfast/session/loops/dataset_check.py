@@ -49,7 +49,7 @@ def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: 
 
 
 def _tell_lengths(client: WorkerClient | None, rank: int, mine: int, other: int, theirs: int) -> None:
-    """Warn, on the first rank that finds it, that two ranks have different numbers of samples.
+    """Warn that two ranks have different numbers of samples. Only the first rank that finds a difference warns.
 
     Args:
         rank, mine: this rank and its number of samples.

@@ -102,7 +102,7 @@ class Loops:
         place: the place of the job: a dict with number (``loop``), data position (``at``), bound and turns of its loop.
         walk: the position of the script among its epochs and phases.
         local: the rank-local values of the last committed step.
-        mine: the part of them that the script sets itself: ``Session.own`` and attached objects.
+        mine: the rank-local values that the script sets itself: ``Session.own`` and attached objects.
         begun: feed for the next loop, from which a spare has drawn; None: the loop makes a feed.
     """
 
@@ -178,7 +178,7 @@ class Loops:
         self._tried = int(session.get("step", 0)) - (not begun)
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """Go back, within the open loop, to the place of an earlier step with these plain and rank-local values."""
+        """Go back, within the open loop, to the place of an earlier step. Arguments: see :meth:`stand_at`."""
         loop, turns = self.place["loop"], self.walk.record
         self.stand_at(session, local)
         self.walk.stand_at(turns)  # the open loop stays open, and so does its turn
@@ -281,14 +281,14 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """Record that the script ends without return to a loop that it left early, which a newcomer would join."""
+        """Record that the script does not return to a loop that it has left early. A newcomer would join that loop."""
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
 
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
 
-        If this is not ``certain``, an exception may have left the loop. Then do nothing after a fault.
+        If this is not ``certain``, an exception may have left the loop instead: then do nothing if a fault is known.
         """
         if certain or not (self._adapter.poisoned or self._rank.fenced):
             self.place["left"] = True
@@ -317,7 +317,7 @@ class Loops:
         self._rank.moved(ScriptEvent.LOOP_LEFT if left else ScriptEvent.LOOP_OVER)
 
     def require_whole(self) -> None:
-        """Check that the script has not left its last loop in the middle of a step. Called at its next call.
+        """When the script calls the session again, check that it has not left its last loop in the middle of a step.
 
         Raises:
             StepError: the script has left a loop after an aborted block, so that the step would be missing.
@@ -390,7 +390,7 @@ class Loops:
         self.note_turns()
 
     def _end_of(self, loop: int, until: int | None) -> Bound:
-        """Return the steps at which this loop began and ends. Raises: UsageError: another rank ends it elsewhere."""
+        """Return the steps at which this loop began and ends. Raises: UsageError: another rank has another end."""
         place, here = self.place, self._rank.step
         bound = (here, until)
         if place["loop"] == loop and "bound" in place:
@@ -423,7 +423,7 @@ class Loops:
         self._tell_share(at, feed.place())
 
     def _tell_share(self, then: Mapping[str, int], now: Mapping[str, int]) -> None:
-        """Warn if a step has another number of samples in position ``now`` than in ``then``, that of the checkpoint."""
+        """Warn if a step has another number of samples now than in the checkpoint, by the data positions of both."""
         if "share" not in then or "share" not in now:
             return
         before, here = then["share"] * self._parts_then, now["share"] * self._parts
@@ -569,7 +569,7 @@ class Loops:
         return self._payload(self.local)
 
     def foresee(self) -> bytes | None:
-        """Return, before the vote, the next step's rank-local values for the status page; None: none, or unchanged.
+        """Return, before the vote, the next step's rank-local values for the status page; None: unchanged.
 
         A rank that is lost during the update can no longer report them.
         """
@@ -583,7 +583,7 @@ class Loops:
         return self._payload(local) if local else None
 
     def taken_over(self) -> bytes | None:
-        """Return the rank-local values with which this process begins or goes back, for its status page; None: none.
+        """Return, for the status page, the rank-local values with which this process begins or goes back, if any.
 
         If this process is lost before its next block, its status page is the only source of these values.
         """

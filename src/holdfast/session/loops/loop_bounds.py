@@ -117,8 +117,8 @@ def counted_from_here(here: int, until: int | None, first: Bound) -> bool:
         first: the bound of the first loop of the job.
 
     Raises:
-        UsageError: ``until`` is after ``here``, but neither the end of ``first`` nor at its length from ``here``: the
-            script has begun with a later loop.
+        UsageError: ``until`` is after ``here``, but is not the end of ``first``, and its distance from ``here`` is not
+            the length of ``first``. The script has begun with a later loop.
     """
     began, end = first
     if until is None or end is None or until in (end, ENDLESS) or until <= here:

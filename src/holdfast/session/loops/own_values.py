@@ -78,7 +78,7 @@ class OwnValues:
         return {**now, **self._waiting}
 
     def go_back(self, entries: Mapping[str, Plain]) -> None:
-        """Take over saved ``entries`` (:meth:`entries`). Values of objects not attached yet are kept for them."""
+        """Take over saved ``entries`` (:meth:`entries`). Values are kept until their object is attached."""
         self.own = copy.deepcopy(entries.get("own"))
         attached: Any = entries.get("attached", {})
         turns = {name: turn for name, (turn, _) in self._objects.items()}

@@ -11,7 +11,7 @@ have them.
 
 Invariants:
 1. ``put_back(live, plain_copy(live))`` changes nothing.
-2. An error names a value that is not plain by its path. Constant attributes are left out: functions, classes, modules,
+2. An error names the path of a value that is not plain. Constant attributes are left out: functions, classes, modules,
    members of enumerations, paths, loggers, devices and dtypes.
 """
 

@@ -71,7 +71,7 @@ class ReplicaStateCheck:
         self._named: set[str] = set()  # items that differed at the first steps
 
     def committed(self, drawn: Sequence[int]) -> None:
-        """Publish this rank's digests after its first committed step, and compare all on rank 0 after the second.
+        """Publish this rank's digests after its first committed step. After the second, compare all digests on rank 0.
 
         Args:
             drawn: digests of the batches of the step; empty: they are not known.

@@ -48,7 +48,7 @@ class AccumulatingFeed:
         self.epoch, self.last_in_epoch = feed.epoch, feed.last_in_epoch
 
     def draw(self, epochs: int | None = None) -> list[Any]:
-        """Return the next list of batches. Raises: StopIteration: ``epochs`` epochs are over; None: no limit."""
+        """Return the next list of batches. Raises: StopIteration: ``epochs`` epochs are over (None: no limit)."""
         drawn = [self._feed.draw(epochs)]
         self.epoch = self._feed.epoch
         try:

@@ -2,11 +2,11 @@
 
 Theory. A block may remove an entry of its batch (``batch.pop("labels")``) or write into a tensor of it. The block runs
 again after a fault and after a rehearsal, and must begin with the same data. So each run gets new containers. They hold
-the loader's own tensors where the block does not write. This class records the places in a batch where blocks write: it
-marks each tensor that it gives, and the mark changes with a write. The block gets a copy of each tensor in such a
-place, and in a place that was not seen before. A block that writes only sometimes may change a tensor of the loader
-before that place is recorded. The batch is then drawn from the loader again. A batch is also drawn again if it has
-objects that are neither containers nor tensors.
+the loader's own tensors where the block does not write. :class:`Batches` records the places in a batch where blocks
+write: each given tensor has a mark, which changes with a write. The block gets a copy of each tensor in such a place,
+and in a place that was not seen before. A block that writes only sometimes may change a tensor of the loader before
+that place is recorded. The batch is then drawn from the loader again. A batch is also drawn again if it has objects
+that are neither containers nor tensors.
 
 With fewer ranks than at the start of the job, a step has several blocks, each with its own batch. Block ``part`` of a
 step gets batch ``part``.

@@ -8,7 +8,7 @@ queued or a timer of the machine expires. This thread makes no decision.
 
 Invariants:
 1. Commands are executed in the order in which the machine returned them.
-2. A command is not executed if its fence is no longer in force by then.
+2. A command is not executed if its fence is no longer in force when the task thread reaches the command.
 """
 
 from __future__ import annotations

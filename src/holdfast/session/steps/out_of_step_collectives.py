@@ -8,11 +8,11 @@ All ranks then restart at this step and run the code together. If a script runs 
 ``if not step.again``), it gets a warning.
 
 A barrier returns no data, so it is allowed where the code runs again. The lost rank had then begun the block, and no
-other rank waits in the barrier. Where the code runs for the first time, a barrier is guarded like other collectives. A
-survivor that has not received the step yet would later wait in that barrier for ever.
+other rank waits in the barrier. Where the code runs for the first time, a barrier is guarded like other collectives.
+Otherwise a survivor that has not received the step yet would later wait in that barrier for ever.
 
 A framework that drives the loop may make collectives during its setup, because they give the same results at each
-start. The integrations name the work of such a framework between two steps.
+start. An integration restores the position of such a framework, which includes the work due between two steps.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class StepParticipant:
         script: the position of the script. Call its methods with the lock held.
         changed: the lock, a condition that is notified after each change.
         exit_source: name of the signal or file that asks this rank to leave; empty: none.
-        orphaned, released: launcher and agent are gone; all ranks have finished.
+        orphaned: launcher and agent are gone. released: all ranks have finished.
         catalogue_version, layouts: the newest known layouts of all ranks, by rank, and their version.
         timer: the times of the open block.
     """
@@ -177,7 +177,7 @@ class StepParticipant:
             )
 
     def fault_seen(self, what: str) -> None:
-        """Report a collective that broke here with error ``what``. The controller waits for a death that explains it."""
+        """Report that a collective broke with error ``what``. The controller waits for a death that explains it."""
         with self.changed:
             if not self.fenced:
                 self._tell_fault(self.machine.generation, what)
@@ -220,7 +220,7 @@ class StepParticipant:
             self._report(ADVANCED if event is None else Advanced(event))
 
     def moved(self, event: ScriptEvent, *, again: bool = False) -> None:
-        """Apply ``event`` to the position of the script, with arguments and errors of :meth:`ScriptMachine.handle`."""
+        """Apply ``event`` to the position of the script. Arguments and errors: see :meth:`ScriptMachine.handle`."""
         with self.changed:
             self.script.handle(event, again=again)
             self._advanced(event)
@@ -228,7 +228,7 @@ class StepParticipant:
     # ------------------------------------------------------------------ the machine
 
     def _report(self, event: Message) -> tuple[Command, ...]:
-        """Pass an event to the state machine. Execute the short commands and queue the long ones. Return them all."""
+        """Pass an event to the state machine. Execute short commands, queue long ones, and return all commands."""
         with self.changed:
             commands = self._worker.handle(time.monotonic(), event)
             for command in commands:
@@ -399,7 +399,11 @@ class StepParticipant:
             self.client.page.write_local(step, payload)
 
     def commit(self, payload: bytes | None) -> None:
-        """Commit step s (UPDATING(s) -> READY(s+1)), after :meth:`note_local` with ``payload`` for step s+1."""
+        """Commit step s (UPDATING(s) -> READY(s+1)).
+
+        Args:
+            payload: encoded rank-local values of step s+1, first written to the status page; None: unchanged.
+        """
         page = None if self.client is None else self.client.page
         self.note_local(payload, self.step + 1)
         with self.changed:
@@ -492,7 +496,7 @@ class StepParticipant:
             return self._worker.receive
 
     def join(self) -> None:
-        """If this process has not joined, report that it is ready for its first step, and wait for the job."""
+        """If this process has not joined the job, report that it is ready to join, and wait until the job continues."""
         if not self.joining or self.client is None:
             return
         with self.changed:
@@ -513,7 +517,7 @@ class StepParticipant:
         return False
 
     def leave_loop(self) -> bool:
-        """Record that the loop over steps ends. Return False after a recovery: the loop may have to run on."""
+        """Record that the loop over steps ends. Return False after a recovery: the loop may have to continue."""
         with self.changed:
             if self.script.rewinds_to < 0 or not self.fenced:
                 self.script.forbid_rewind()
@@ -522,7 +526,11 @@ class StepParticipant:
         return False
 
     def await_end(self, phase: Phase | None = None) -> NoReturn:
-        """Show ``phase``, if any. Wait until an order or a kill ends this process; other threads serve its state."""
+        """Wait until an order or a kill ends this process, while other threads serve its state.
+
+        Args:
+            phase: the phase to show on the status page; None: unchanged.
+        """
         if phase is not None:
             self.enter(phase)
         self.freed()
@@ -532,7 +540,10 @@ class StepParticipant:
                 self._wait(lambda: False)
 
     def await_word(self, limit_s: float) -> None:
-        """After an error in user code, keep this rank's state until all ranks have finished, or ``limit_s`` is over."""
+        """After an error in user code, wait while other threads serve this rank's state.
+
+        The wait ends when all ranks have finished, or after ``limit_s`` seconds without a fence.
+        """
         if self.state == "aborted":
             self.enter(Phase.ABORTED)
         self.freed()

@@ -7,8 +7,8 @@ all-reduce, called a *meeting* here. If two ranks differ on a batch, each rank a
 next one, and the ranks meet again.
 
 Invariants:
-1. At a step that is due, all ranks meet at the start of each run of the block for the job, whatever they have computed.
-   A replacement knows nothing of earlier meetings.
+1. At a step that is due, all ranks meet at the start of each run of the block for the job, even without new results.
+   A replacement does not know of earlier meetings.
 2. A rank that two other ranks contradict does not begin the step.
 """
 

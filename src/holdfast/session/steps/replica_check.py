@@ -130,7 +130,7 @@ class Verifier:
         return True
 
     def _said(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """Return this rank's ballot. If the state cannot be read, make all ranks stop by a vote; raise StateError."""
+        """Return this rank's ballot. If its state is unreadable, cast a vote that stops all ranks; raise StateError."""
         try:
             return self._comparing(step, collected, compares)
         except StateError:
@@ -198,7 +198,7 @@ class Verifier:
         return digest
 
     def _drop_unknown(self, collected: Collected) -> None:
-        """Stop comparing if the known layouts name tensors that this rank lacks: they may be of an earlier process."""
+        """Stop comparing if the known layouts name tensors that this rank lacks, as layouts of an earlier start do."""
         if self._copies is None:
             return
         layout = collected.layout(self._adapter.rank, self._adapter.world_size)

@@ -56,10 +56,13 @@ class StepOwner(Protocol):
         """Record that the block of ``step`` began. Return rank-local values for the status page; None: unchanged."""
 
     def foresee(self) -> bytes | None:
-        """Log the update before the vote. Return the next rank-local values for the status page; None: unchanged."""
+        """Log the update in the memory tier, before the vote.
+
+        Return the rank-local values of the next step for the status page; None: unchanged.
+        """
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Publish changes before a commit. Return rank-local values for the status page; None: unchanged."""
+        """Record position and layout before a commit. Return rank-local values for the status page; None: unchanged."""
 
     def after_ready(self, step: Step, tally: Tally) -> None:
         """Handle the requests of the vote (saves, an exit) after ``step`` is committed."""
@@ -296,7 +299,7 @@ class StepRunner:
             self._able.alone.set_aside(on)
 
     def give(self, step: Step) -> Iterator[Step]:
-        """Yield ``step`` to the script. When the script returns, its collectives run with the other ranks again."""
+        """Yield ``step`` to the script. Afterwards, the script's collectives run with the other ranks again."""
         try:
             yield step
         finally:

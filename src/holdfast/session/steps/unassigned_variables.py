@@ -27,7 +27,9 @@ _told: set[str] = set()
 
 
 class NotComputed(float):
-    """The placeholder for a variable that a block did not assign: a nan whose attributes, items and calls return it.
+    """The placeholder for a variable that a block did not assign: a nan.
+
+    Its attributes, its items and calls of it return the placeholder itself.
 
     Args:
         name: the variable, named in the warning.
@@ -69,7 +71,7 @@ class NotComputed(float):
         return "nan"
 
     def __format__(self, form: str) -> str:
-        """Format a nan, for ``f"{loss:.4f}"``."""
+        """Return a formatted nan, for ``f"{loss:.4f}"``."""
         self._tell()
         return super().__format__(form)
 

@@ -45,7 +45,7 @@ class VoteCaster:
         self._telling = threading.Lock()  # a survivor publishes from the task thread as well
 
     def cast(self, ballot: Ballot) -> Tally:
-        """Vote with all ranks, and return the tally. If the tally requires layouts, first publish that of this rank.
+        """Vote with all ranks, and return the tally. If the tally requires it, first publish this rank's layout.
 
         Raises:
             PeerLost: the vote broke.
@@ -90,7 +90,7 @@ class VoteCaster:
             self._send(self._agreement.note(layout, self._rank.machine.generation))
 
     def inherit(self, order: Receive) -> None:
-        """Take over from ``order`` the layouts of all ranks, and as this newcomer's own that of the lost rank."""
+        """Take over the layouts of all ranks from ``order``. The lost rank's layout becomes that of this newcomer."""
         if order.version != NO_VERSION:
             catalogued = Catalogued(
                 member_id=order.member_id,
@@ -121,7 +121,7 @@ class VoteCaster:
             )
 
     def await_catalogue(self) -> None:
-        """Wait until the layouts that the last vote required of all ranks are here, or until a time limit or fence."""
+        """Wait for the layouts that all ranks publish after the last vote, until a time limit or a fence."""
         rank, deadline_s = self._rank, time.monotonic() + CATALOGUE_TIMEOUT_S
         with rank.changed:
             while rank.catalogue_version < self._agreement.version:
