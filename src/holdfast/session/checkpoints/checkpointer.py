@@ -438,7 +438,7 @@ class Checkpointer:
             log.error("holdfast: this rank cannot give its state: %s", error)
 
     def _vouch(self, client: WorkerClient, settle: Settle, frozen: bool) -> None:
-        """Send layout and digests of the state that this rank will save or give; ``frozen``: after an aborted block."""
+        """Send layout and digests of the state that this rank will save or give (``frozen``: see :meth:`_to_give`)."""
         copies: tuple[CopyDigest, ...] = ()
         try:
             self._require_weights()

@@ -266,7 +266,7 @@ class MemoryTier:
             return
 
     def require_replayable(self, step: int) -> None:
-        """Check that only updates have changed this rank's weights at ``step``. Raises: StateError: the script has."""
+        """Check that only updates have made this rank's weights of ``step``, not the script. Raises: StateError."""
         self._record.require_undisturbed(step)
 
     def replay(self, step: int) -> Collected:
@@ -293,7 +293,6 @@ class MemoryTier:
         """Load the kept state of ``step`` into this rank.
 
         Args:
-            step: the step.
             turns: number of epochs and phases that the whole job has finished; None: not known.
 
         Raises:
@@ -341,10 +340,12 @@ class MemoryTier:
             raise
 
     def _require_whole(self, kept: StoredState) -> None:
-        """Check that ``kept`` was amended by the changes after its block, if the state of another rank may have been.
+        """Check that ``kept`` includes the changes that the script has made after the block.
+
+        On one node, these changes may be missing if no other rank has amended its kept state.
 
         Raises:
-            CheckpointInvalid: the kept state lacks these changes. It is dropped, and all ranks go back further.
+            CheckpointInvalid: the changes are missing. The kept state is dropped, and all ranks go back further.
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}

@@ -51,7 +51,7 @@ class MemoryTierQuery(Protocol):
         """Check this rank's state of ``step`` in memory. Raises: CheckpointInvalid: it is missing or damaged."""
 
     def require_replayable(self, step: int) -> None:
-        """Check that only updates have changed this rank's weights at ``step``. Raises: StateError: the script has."""
+        """Check that only updates have made this rank's weights of ``step``, not the script. Raises: StateError."""
 
 
 class StateSource:
@@ -188,8 +188,6 @@ def take(
     """Load the state of this newcomer from the survivors.
 
     Args:
-        adapter: the framework.
-        client: the connection to the agent.
         order: the order of the controller, with the addresses and layouts of the survivors.
         again: state that this newcomer has made again from the memory tier, for boxes that no survivor holds.
 

@@ -28,8 +28,6 @@ def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: 
     """Compare this rank's dataset with that of the rank that first opened this loop.
 
     Args:
-        client: the connection to the agent; None: nothing is compared.
-        rank: the rank of this process.
         loop: number of the loop over steps in the script.
         mine: the identity of this rank's dataset.
 

@@ -138,8 +138,6 @@ def compare_bounds(
     """Compare the end of a loop with the end on the rank that opened the loop first.
 
     Args:
-        client: the connection to the agent; None: nothing is compared.
-        rank, world_size: this rank, and the number of ranks.
         loop: number of the loop in the script.
         end: step at which the loop ends on this rank; None: it ends with its data.
 
@@ -162,8 +160,6 @@ def compare_turns(
     """Compare kind and number of turns of a part with those on the rank that reached the part first.
 
     Args:
-        client: the connection to the agent; None: nothing is compared.
-        adapter: the framework, which knows rank and number of ranks.
         way: key of the part, see ``turn_position.py``.
         kind: ``epochs``, or ``phase`` with its name.
         turns: number of turns on this rank.

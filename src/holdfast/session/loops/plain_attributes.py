@@ -148,7 +148,7 @@ def _fill(
     """Put the copied values ``kept`` into ``into``, a dict or the attributes of an object.
 
     Args:
-        factory: makes a missing container or object; None: nothing makes it.
+        factory: the factory of a ``defaultdict``, which makes a missing container or object; None: there is none.
         place: returns the path of a key, for errors.
         all_of_it: remove all other keys from ``into``.
     """

@@ -132,7 +132,7 @@ class NonfiniteCheck:
                 )
 
     def stand_at(self, session: Mapping[str, object]) -> None:
-        """Take over :attr:`since` from the loaded plain values ``session``. Warn if such an update was made."""
+        """Take over :attr:`since` from ``session``, the loaded plain values. Warn if an update used inf or nan."""
         since = session.get(KEY, -1)
         self.since = since if isinstance(since, int) else -1
         if self.since >= 0 and self._first:

@@ -302,7 +302,7 @@ class StepParticipant:
             self.changed.notify_all()
 
     def on_exit_order(self, order: ExitOrder) -> None:
-        """Set the exit request of this rank, or clear it with ``order.cancel``, until the ranks have agreed to exit."""
+        """Set the exit request of this rank, or clear it if ``order.cancel``. An agreed exit cannot be cleared."""
         with self.changed:
             self.exit_source = "" if order.cancel else order.source
             self.changed.notify_all()

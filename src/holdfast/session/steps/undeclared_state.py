@@ -27,7 +27,7 @@ _EFFECT = "not part of the session, so a process that joins or resumes begins wi
 
 
 class UndeclaredState:
-    """The looks of one session at the tensors in the script's variables.
+    """The check of one session for undeclared state in the script's variables.
 
     Args:
         adapter: the framework. If it cannot find undeclared state, nothing is checked.
@@ -42,7 +42,7 @@ class UndeclaredState:
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
-        """Look at the script's variables if a look is due at the start of ``step``.
+        """Search the script's variables for changed tensors, if a search is due at the start of ``step``.
 
         Raises:
             UsageError: a tensor outside of the session has changed at consecutive steps.
@@ -82,7 +82,7 @@ class UndeclaredState:
 
 
 def number_of_look(since: int) -> int | None:
-    """Return which look of three (0, 1, 2) is due ``since`` steps after the first look; None: no look is due."""
+    """Return the index, among three, of the search due ``since`` steps after the first search; None: none is due."""
     if since < LOOKS:
         return since
     begin = 1 << (since.bit_length() - 1) // GROWTH_BITS * GROWTH_BITS
