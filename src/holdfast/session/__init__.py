@@ -1,4 +1,4 @@
-"""The objects that a training script uses; the package itself is the function ``holdfast.session(...)``."""
+"""The objects that a training script uses. The package itself can be called: ``holdfast.session(...)``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Callable(types.ModuleType):
-    """A package that can be called: Python binds the subpackage, not a function, to the name ``holdfast.session``."""
+    """A module that can be called: ``holdfast.session`` names this package, and users call this name as a function."""
 
     def __call__(self, *places: Any, **arguments: Any) -> Any:
         from holdfast.session.api import open_session

@@ -1,4 +1,4 @@
-"""The two public functions: ``holdfast.session`` and ``holdfast.load``."""
+"""The public functions ``holdfast.session`` (here :func:`open_session`) and ``holdfast.load``."""
 
 from __future__ import annotations
 
@@ -53,35 +53,35 @@ def open_session(
     """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
 
     Args:
-        model: a module as it is trained (DDP, ``fully_shard``, compiled), or a dict of them; extra state is included.
+        model: the trained module (plain, DDP, ``fully_shard`` or compiled), or a dict of modules by name.
         optimizer, scheduler: one, a list, or a dict by name. scaler: a ``GradScaler``.
-        checkpoint: directory of checkpoints, or ``s3://bucket/prefix``; default under ``holdfast run``: the run's own.
-        resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a
-            directory of them (or a URL), or ``DIRECTORY@STEP``. seed: of all random numbers of the steps.
-        save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (the interval that costs
-            least), a policy or a function of a ``Moment`` (``store.manage.retention``), or a list. None: only at
-            ``session.save()``. save_every_steps, save_every_s: the same as a number of steps or seconds.
-        keep: valid checkpoints of this run and the runs it continues that stay: a number, those of a ``timedelta``, a
-            policy (``store.manage.retention``) or a list. copies: with 2, any one file may be lost.
-        memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
-        state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
-            arrays and containers are filled in place; a number or text is only replaced in ``s.state["name"]``. They
-            are the job's: any rank's are saved (``Session.own`` is one rank's). A block that does not count has its
-            changes undone; change iterables and objects of more than 65536 numbers only after ``optimizer.step()``.
-        exit_file: JSON file in which the user asks for a graceful exit by ``{"GracefulExit": 1}``.
-        verify_block: steps between two checks that a block repeats exactly (ImpureBlockError if not); 0: no check.
-        verify_data: a resumed process compares the batches that it draws with those drawn before (DataError).
-        verify_ranks: steps between two checks that other ranks compute the same from the batch of each; 0: none.
-        nonfinite: when an optimizer is about to use gradients with inf or nan: ``stop`` before it (NonFiniteError),
-            ``skip`` the update on all ranks, ``warn`` once and keep the newest checkpoint before, or ``ignore``.
-        override: hyperparameters (``["lr", "gamma"]``) that a resume takes from the script if changed there; of others
-            the checkpoint's stay, and both are reported. A learning rate moved by a schedule keeps that factor.
-        grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
+        checkpoint: directory or ``s3://bucket/prefix`` of the checkpoints. None: the run's own under ``holdfast run``.
+        resume: ``auto`` (the newest valid checkpoint; a fresh start if there is none), ``never`` (a fresh start), a
+            checkpoint, a directory or URL of checkpoints, or ``DIRECTORY@STEP``.
+        seed: the seed of all random numbers in the steps.
+        save: when to save: a number of steps, a ``timedelta``, ``"auto"`` (the interval that costs least), a policy
+            (see ``holdfast.store.manage.retention``), or a list. None: only at ``Session.save()``.
+        save_every_steps, save_every_s: further intervals of saves, in steps and in seconds.
+        keep: valid checkpoints that are not removed, from this run and the runs that it continues: the newest N, those
+            younger than a ``timedelta``, a policy (see ``save``), or a list of these.
+        copies: copies of each tensor in a checkpoint, in different files. With 2, any one file may be lost.
+        memory: steps between two copies of a rank's state in shared memory; 0: none. None: see ``--memory-every``.
+        state: further objects with ``state_dict``/``load_state_dict``, random generators, tensors or plain values of
+            the whole job, by name; see ``Session.state``. Values of one rank belong into ``Session.own``.
+        exit_file: JSON file. The job saves and leaves when a user writes ``{"GracefulExit": 1}`` into the file.
+        verify_block: steps between two checks that a block computes the same again (ImpureBlockError); 0: no check.
+        verify_data: check that a resumed process draws the same batches as the process before it (DataError).
+        verify_ranks: steps between two checks that another rank computes the same gradients (ComputeError); 0: none.
+        nonfinite: action if an optimizer is about to use gradients with inf or nan: ``stop`` (raise NonFiniteError in
+            the step), ``skip`` the update on all ranks, ``warn`` once and keep the checkpoint before, or ``ignore``.
+        override: names of hyperparameters (``["lr"]``). A resume takes their values from the script if the script has
+            changed them. All others keep the checkpoint's value. The factor of a learning rate schedule is kept.
+        grace_s: seconds from a signal or exit file until the process leaves, even without a checkpoint. None: no limit.
 
-    Raises (for an argument that cannot work: in this call; the rest when the session is entered):
-        UsageError, StateError: an argument that cannot work; a part of the state that cannot be saved, by key path.
-        UnsupportedError: an optimizer, wrapper, hook or process group that is refused. NonFiniteError: ``nonfinite``.
-        NothingToResume, CheckpointMismatch: see ``session.checkpoints.resume``. StoreWriteError: no place to write.
+    Raises (UsageError: also by this call; all others: when the session is entered):
+        UsageError, UnsupportedError: an argument, optimizer, wrapper, hook or process group that cannot work.
+        StateError: a part of the state that cannot be saved; the error names the part by its key path.
+        NothingToResume, CheckpointMismatch: no checkpoint can be loaded. StoreWriteError: none can be written.
     """
     from holdfast.session.session import Session
     from holdfast.session.settings import SessionSettings, extras_of
@@ -107,25 +107,25 @@ def load(
     optional: Iterable[str] = (),
     cast: bool = False,
 ) -> LoadReport:
-    """Load verified weights of a checkpoint into ``model``, without a session.
+    """Load the weights of a checkpoint into ``model`` without a session, after verifying their checksums.
 
     Args:
         path: a checkpoint, a directory of checkpoints (the newest valid one is taken), or ``DIRECTORY@STEP``.
-        model: a module or a dict of modules, as given to the session that saved.
+        model: a module or a dict of modules, as in the session that saved the checkpoint.
         strict: refuse a checkpoint that lacks a parameter, buffer or extra state (other than None) of the model, or has
             an additional one.
         optional: name patterns (``head.*``) of tensors that ``strict`` does not check. Such a tensor may be missing on
-            either side, or have another shape or dtype; the model then keeps its own.
-        cast: convert floating numbers to the model's dtype. A number that the dtype cannot hold is an error.
+            either side, or have another shape or dtype; the model then keeps its own values.
+        cast: convert floating-point values to the model's dtype. A value that this dtype cannot hold is an error.
 
     Returns:
-        A report; its ``missing``, ``unexpected`` and ``mismatched`` name the tensors that were left out.
+        A report. Its ``missing``, ``unexpected`` and ``mismatched`` list the tensors that were not loaded.
 
     Raises:
         UsageError: ``path`` does not exist, or an argument has the wrong type.
-        NothingToResume: no valid checkpoint is there.
-        CheckpointInvalid: a part that the model needs is damaged and has no copy; the model is unchanged.
-        CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
+        NothingToResume: ``path`` has no valid checkpoint.
+        CheckpointInvalid: a tensor of the model is damaged in the checkpoint and has no copy; the model is unchanged.
+        CheckpointMismatch: the checkpoint is of another model; the error lists differences. The model is unchanged.
     """
     from holdfast.frameworks.common.weight_selection import beside_the_model, extra_states, joined_values
     from holdfast.frameworks.torch.state.state import TorchState
@@ -171,7 +171,7 @@ def load(
 
 
 def _names(argument: str, value: object, example: str) -> tuple[str, ...]:
-    """Return a checked list of texts. Raises: UsageError."""
+    """Return ``value`` as a tuple of strings. Raises: UsageError: ``value`` is not a list of strings."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         names = tuple(value)
         if all(isinstance(name, str) for name in names):
@@ -200,9 +200,9 @@ def _torch_adapter(
 
 
 def configure_logging() -> None:
-    """Give the ``holdfast`` logger a plain handler if the script has configured none. The root logger stays unchanged.
+    """Add a plain handler to the ``holdfast`` logger if the script has none. The root logger stays unchanged.
 
-    If a handler of the script shows the name of the logger, its lines come without the prefix ``holdfast:``.
+    If the script has handlers and all of them show the logger's name, messages lose their prefix ``holdfast:``.
     """
     if log.hasHandlers():
         if not any(isinstance(each, _Unprefixed) for each in log.filters):
@@ -216,10 +216,10 @@ def configure_logging() -> None:
 
 
 class _Unprefixed(logging.Filter):
-    """A filter that removes ``holdfast:`` from a line if every handler of the line shows the logger's name."""
+    """A log filter that removes the prefix ``holdfast:`` if every handler of the record shows the logger's name."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record. Return True: every record is kept."""
+        """Remove the prefix from ``record`` if all handlers show the logger's name. Return True to keep the record."""
         handlers = [*log.handlers, *(logging.getLogger().handlers if log.propagate else [])]
         if handlers and all(map(_shows_name, handlers)) and isinstance(record.msg, str):
             record.msg = record.msg.removeprefix(PREFIX)
@@ -232,7 +232,7 @@ def _shows_name(handler: logging.Handler) -> bool:
 
 
 def _require_torch(model: Any) -> None:
-    """Refuse a model that is no module of torch, before torch is imported. Raises: UsageError."""
+    """Check, without importing torch, that ``model`` is an object of torch or a dict of these. Raises: UsageError."""
     for item in model.values() if isinstance(model, Mapping) else [model]:
         if not any(base.__module__.split(".")[0] == "torch" for base in type(item).__mro__):
             raise UsageError(

@@ -1,6 +1,6 @@
-"""Checks of calls: a misspelled argument raises an error that names the argument that was probably meant.
+"""Checks of the arguments of public functions: a misspelled argument raises an error that suggests the right name.
 
-The error counts as one of the user, so the launcher does not restart the workers as it would after a crash.
+The error is a UsageError. After a UsageError the launcher does not restart the workers, as it would after a crash.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ R = TypeVar("R")
 def checked(
     name: str, options: Sequence[inspect.Parameter] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a public function refuse a call that does not fit its arguments.
+    """Return a decorator for a public function that refuses a call whose arguments do not fit the signature.
 
     Args:
         name: the name by which the user calls the function.
         options: the keyword parameters that the function takes as ``**options``.
 
     Returns:
-        A decorator. The decorated function raises UsageError where Python would raise a TypeError, and its signature
-        shows the options.
+        A decorator. The decorated function raises UsageError where Python would raise a TypeError. Its signature, as
+        ``help`` shows it, includes ``options``.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

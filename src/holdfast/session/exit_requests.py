@@ -1,18 +1,20 @@
-"""Requests to leave: signals that work while the main thread waits in C++, and a file that a user can write.
+"""Requests to leave the job: signals, even while the main thread waits in C++, and a file that a user writes.
 
 Theory. A Python signal handler runs in the main thread between bytecodes, so it does not run while that thread waits
-inside a collective. The interpreter's C handler, however, writes the signal's number into a wake-up descriptor at once,
-and a thread reads it there. Handlers and a descriptor that were installed before are called, and restored at the end.
-SIGUSR1 is left alone if the script has a handler for it, because scripts use it to print their stacks.
+inside a collective. The interpreter's C handler, however, writes the signal's number into a wake-up descriptor at once.
+A thread of this module reads that descriptor. The handlers and the wake-up descriptor of the script still receive each
+signal, and are restored when the session ends. If the script handles SIGUSR1, this module does not use that signal,
+because scripts print their stacks on SIGUSR1.
 
-A forked process (of a data loader or a pool) inherits handlers and descriptor. A signal to the forked process alone
-(``Process.terminate()``) ends it and is no request. If its parent is asked at the same time (schedulers signal every
-process), the forked process stays, because the current step may need it.
+A forked process (a worker of a data loader or pool) inherits the handlers and the descriptor. A signal to the forked
+process alone (``Process.terminate()``) ends that process and is no request to leave. Schedulers signal every process.
+If the parent receives the signal as well, the forked process continues, because the current step may need it.
 
-The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, content) counts once. Every
-checkpoint holds the version that was answered last. So a file that is left over does not stop the next run, and a file
-that exists from the start of a job is answered at its first step. A process that joins a running job ignores the
-version that it finds. An ignored request is logged in one line. A file that cannot be read causes one warning.
+The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (modification time and content) is one
+request. Every checkpoint holds the version that was answered last, so a file that is left over does not stop the next
+run. A file that exists when a job begins, and was not answered before, is answered at the first step. A process that
+joins a running job ignores the version that it finds. An ignored request is logged in one line. A file that cannot be
+read causes one warning.
 """
 
 from __future__ import annotations
@@ -45,32 +47,32 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _UNUSED = (signal.SIG_DFL, signal.SIG_IGN)
 RECORD = "exit_file"
-"""Key of the answered version among the rank-local values of a checkpoint."""
+"""Key, in the rank-local values of a checkpoint, of the exit-file version that was answered last."""
 FILE_INTERVAL_S = 0.5
 CHILD_WAIT_S = 1.0  # for a signal that reaches the parent a little later
 FILE_SIZE_BYTES_MAX = 64 * 1024
 
 
 class FileVersion(NamedTuple):
-    """One version of the exit file."""
+    """One version of the exit file: its modification time in nanoseconds since the epoch, and its bytes."""
 
     time_ns: int
     content: bytes
 
     def record(self) -> list[int | str]:
-        """Return the form in which a checkpoint holds this version."""
+        """Return the form of this version in a checkpoint: the time, and a digest of the content."""
         return [self.time_ns, xxhash.xxh3_128_hexdigest(self.content)]
 
 
 class ExitWatch:
-    """Calls ``ask(source)`` when this process is asked to leave, from :meth:`start` to :meth:`stop`.
+    """The watch for requests to leave, active from :meth:`start` to :meth:`stop`.
 
     Args:
-        ask: called from the watching thread.
-        exit_file: the file to watch, or None.
-        grace_s: seconds that the process may stay after a request, after which ``give_up`` is called. None: no limit.
+        ask: called for each request, in the watching thread, with the name of the signal or file.
+        exit_file: the file to watch; None: only signals are watched.
+        grace_s: seconds after the first request after which ``give_up`` is called; None: no limit.
         give_up: ends the process.
-        signals: the signals that ask it to leave.
+        signals: the signals that are requests to leave.
     """
 
     def __init__(
@@ -86,11 +88,11 @@ class ExitWatch:
         self._grace_s = grace_s
         self._give_up = give_up
         self._numbers = signals
-        self._leaving = mmap.mmap(-1, 1)  # shared with forked processes; 1: a signal asked the parent
+        self._leaving = mmap.mmap(-1, 1)  # shared with forked processes; 1: the parent got a signal
         self._forked = False
         self._deadline_s: float | None = None
         self._seen: FileVersion | None = None
-        self._answered: Plain = None  # record of the version that was answered last
+        self._answered: Plain = None  # FileVersion.record() of the version that was answered last
         self._unreadable = False
         self._before: dict[signal.Signals, Any] = {}
         self._before_fd = -1
@@ -100,12 +102,12 @@ class ExitWatch:
         self._quit_read, self._quit_write = -1, -1
 
     def start(self, known: Mapping[str, Plain] | None = None, say: Callable[[str], None] = log.info) -> None:
-        """Install the signal handlers (in other threads than the main one only watch the file), and start the thread.
+        """Install the signal handlers (only if this is the main thread), and start the watching thread.
 
         Args:
-            known: the :meth:`record` in the state where this process begins; empty: not known; None: nothing was
-                answered yet.
-            say: prints the line about a request that is ignored.
+            known: rank-local values of the loaded state, with the result of :meth:`record`. Empty: it is not known
+                which version was answered, so the present one is ignored. None: no version was answered yet.
+            say: logs the line about an ignored request.
         """
         self._answered = None if known is None else known.get(RECORD)
         found = self._version()
@@ -131,7 +133,7 @@ class ExitWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Restore the handlers and the descriptor that were installed before, and end the thread."""
+        """End the watching thread, and restore the signal handlers and the wake-up descriptor of the script."""
         if self._quit_write < 0 or self._ending or self._forked:
             return
         self._ending = True
@@ -148,7 +150,7 @@ class ExitWatch:
                 os.close(fd)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Call the handler that was installed before; let the signal end a forked process that it reached alone."""
+        """Call the script's own handler. Without a handler, end a forked process whose parent got no signal."""
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)
@@ -199,10 +201,10 @@ class ExitWatch:
         self._ask(source)
 
     def record(self, *, leaves: bool) -> dict[str, Plain]:
-        """Return, for a checkpoint, the version of the exit file that was answered last.
+        """Return the rank-local entry of a checkpoint with the exit-file version that was answered last.
 
         Args:
-            leaves: all ranks have agreed to leave, which answers the current file.
+            leaves: all ranks have agreed to leave, so the present version of the file is answered.
         """
         found = self._version() if leaves else None
         if found is not None and self._asks(found):
@@ -218,7 +220,7 @@ class ExitWatch:
             self._asked(f"file {self._file}")
 
     def _asks(self, version: FileVersion) -> bool:
-        """Return whether this version asks to leave. Warn if it is not JSON."""
+        """Return whether ``version`` of the exit file asks to leave. Log a warning if the content is not JSON."""
         try:
             asked = json.loads(version.content)
         except (ValueError, RecursionError):
@@ -242,12 +244,12 @@ class ExitWatch:
 
 
 def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> Mapping[str, Plain] | None:
-    """Return the argument ``known`` of :meth:`ExitWatch.start`.
+    """Return the argument ``known`` of :meth:`ExitWatch.start`: the exit-file version answered before this process.
 
     Args:
-        local: the loaded values of this rank; None: the job begins.
-        root: directory of checkpoints of the session. Its newest checkpoint may belong to an earlier job that has
-            answered.
+        local: the loaded rank-local values of this process; None: a new job begins without a checkpoint.
+        root: directory of the session's checkpoints. In a new job, the newest checkpoint there shows which version an
+            earlier job has answered.
         rank: the rank of this process.
     """
     if local is not None or root is None:
@@ -261,10 +263,11 @@ def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> 
 
 
 def _afterwards(number: signal.Signals, before: Any) -> Any:
-    """Return the handler to install after the session.
+    """Return the handler of signal ``number`` to install when the session ends: ``before``, or "ignore".
 
-    The launcher answers a scheduler's warning to all processes of a run. The warning must not end a worker that
-    evaluates or exports after training, so it is ignored there.
+    A scheduler sends its warning (SIGUSR1 or SIGUSR2) to all processes of a run, and the launcher answers it. The
+    warning must not end a worker that evaluates or exports after training. So a launched worker ignores the signal,
+    unless ``before`` is a handler of the script.
     """
     launched = "HOLDFAST_MEMBER_ID" in os.environ
     return signal.SIG_IGN if launched and before is signal.SIG_DFL and number in WARNINGS else before

@@ -1,4 +1,4 @@
-"""Steps for a framework that drives its own loop and asks for each step."""
+"""The steps of a session for a framework that drives its own training loop and requests one step at a time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from holdfast.session.steps.step import Step
 def steps_of_framework(session: Session, loader: Any = None) -> Iterator[Step]:
     """Return an iterator over all steps of the job.
 
-    The framework and its callbacks run code between this call and the first step (``on_epoch_begin``). Every process
-    that starts again runs this code, although the restored state already contains its effect. So the code is placed
-    between two loops of the session, after which the saved state is restored (``loop.py``). The first of these two
-    loops has no steps.
+    The framework and its callbacks (``on_epoch_begin``) run code between this call and the first step. A restarted
+    process runs this code again, although the restored state already contains its effect. A session restores the saved
+    state after code between two of its loops (``loops/loop.py``). So this function first runs a loop without steps,
+    which puts the code between two loops.
 
     Args:
-        loader: the source of the framework's batches, if the session gives them.
+        loader: the source of the framework's batches; None: the framework draws them itself.
     """
     session.takes_loops()
     for step in session.steps(until=0):

@@ -1,7 +1,7 @@
 """The error of one rank, sent to the other ranks so that they stop with its text.
 
-Theory. The ranks agree by a vote, which carries no text. So a rank that cannot continue writes its error under a key
-before it votes. A rank that has read the result of the vote reads the error there.
+Theory. The ranks agree by a vote, which carries no text. So a rank that cannot continue writes its error into the
+key-value store of the run before it votes. After the vote, the other ranks read the error there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WHY_LENGTH_MAX = 4000
 
 
 def tell_why(client: WorkerClient | None, key: str, rank: int, error: Exception) -> None:
-    """Write the error of this rank under ``key`` before the ranks vote. Without a client there is no other rank."""
+    """Publish the error of this rank under ``key``, before the ranks vote. Without a client (one rank), do nothing."""
     if client is None:
         return
     message, hint = (error.message, error.hint) if isinstance(error, HoldfastError) else (str(error), "")
@@ -24,9 +24,9 @@ def tell_why(client: WorkerClient | None, key: str, rank: int, error: Exception)
 
 
 def hear_why(client: WorkerClient | None, key: str) -> tuple[str, str]:
-    """Return the message, with its rank, and the hint of a rank that wrote its error under ``key``.
+    """Return the error that a rank has published under ``key``: its message, with the rank's number, and its hint.
 
-    If a fault came before any rank wrote one, the message only names the log.
+    If no rank has published an error, the message only refers to the log of another rank.
     """
     value = client.kv("get", (key,)).value if client is not None else b""
     if not value:

@@ -1,4 +1,4 @@
-"""``holdfast.once``: values that a script makes once for each rank and run."""
+"""The function ``holdfast.once``, for values that a script makes once per rank and run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.core.protocol.messages import OnceAsked, OnceTold
 from holdfast.errors import UsageError
 from holdfast.runtime.worker.worker_client import WorkerClient
 
-ASK_AGAIN_S = 1.0  # the question may have been lost with a controller
+ASK_AGAIN_S = 1.0  # the request may have been lost with a controller
 
 Value = TypeVar("Value")
 
@@ -23,25 +23,26 @@ _KNOWN: dict[str, str] = {}  # JSON by name; the forked workers of a data loader
 
 
 def once(name: str, make: Callable[[], Value]) -> Value:
-    """Return the value that this rank has made under ``name`` in this run; ``make()`` makes it the first time.
+    """Return the value of this rank under ``name``, which ``make()`` makes at the first call in the run.
 
-    A process that replaces a lost one runs the script from its top. It must not choose a new value there (a time in the
-    name of a directory, a random identifier, the next free version number): it gets the value that the lost process
-    chose. The same holds after a restart of all workers, and on another node. Each rank has its own values, and a new
-    run begins without any. Without ``holdfast run``, ``make()`` is called each time and its result is returned.
+    A replacement runs the script from its top. There it must not choose a new value, for example a time in the name of
+    a directory, a random identifier or the next free version number. With ``once`` it gets the value that the lost
+    process chose. The same holds after a restart of all workers, and on another node. Ranks do not share values. A new
+    run begins without values. Without ``holdfast run``, each call returns the result of a new ``make()``.
 
     Args:
-        name: at most 100 characters; a rank may have up to 100 names.
-        make: without arguments. It is called at most once per rank and run, unless it raises or its process dies in it.
-            The result is None, a bool, a number, a text, or a list or dict (with texts as keys) of these, at most 1000
-            characters as JSON. It is written to the run's event log, so it must hold no password.
+        name: 1 to 100 printable characters. A rank may use up to 100 names.
+        make: a function without arguments, called at most once per rank, run and name, unless it raises or the process
+            dies during the call. Its result is None, a bool, a finite number, a string, or a list or dict (with strings
+            as keys) of these, at most 1000 characters as JSON. The result must hold no password, because it is written
+            to the run's event log.
 
     Returns:
         The value that ``make()`` returned in the first process of this rank.
 
     Raises:
-        UsageError: the name, or the value of ``make``, cannot be kept; or a child process of a worker asks for a name
-            that the worker itself has not asked for.
+        UsageError: ``name`` or the result of ``make`` is not allowed.
+        UsageError: the caller is a child process of a worker, and the worker has not called ``once(name, ...)``.
 
     Example:
         >>> import time
@@ -69,7 +70,14 @@ def once(name: str, make: Callable[[], Value]) -> Value:
 
 
 def _ask(client: WorkerClient, name: str, value: str) -> str:
-    """Ask the controller for the value of ``name``. Give it ``value``, unless empty, to keep if it has none."""
+    """Return the value, as JSON, that the controller keeps under ``name``; empty: it keeps none.
+
+    Args:
+        value: JSON that the controller keeps from now on if it has no value yet; empty: only ask.
+
+    Raises:
+        UsageError: this rank has already used the largest number of names.
+    """
     told: list[OnceTold] = []
     heard = threading.Event()
 
@@ -93,7 +101,7 @@ def _ask(client: WorkerClient, name: str, value: str) -> str:
 
 
 def encoded(name: str, value: object) -> str:
-    """Return ``value`` as JSON. Raises: UsageError: JSON would change it, or it is too long."""
+    """Return ``value`` as JSON. Raises: UsageError: JSON would change ``value``, or the JSON is too long."""
     where = _odd(value)
     if where:
         raise UsageError(
@@ -110,7 +118,7 @@ def encoded(name: str, value: object) -> str:
 
 
 def _odd(value: object) -> str:
-    """Describe the first part that JSON would change; empty: there is none."""
+    """Return a description of the first part of ``value`` that JSON would change; empty: JSON changes nothing."""
     if value is None or type(value) in (bool, int, str):
         return ""
     if type(value) is float:
@@ -124,7 +132,7 @@ def _odd(value: object) -> str:
 
 
 def _refuse_child(name: str) -> None:
-    """Refuse the call in a child process, which has no connection to the agent and would make another value.
+    """Refuse ``once(name, ...)`` in a child process, which has no agent and would make a value of its own.
 
     Raises:
         UsageError: this is a child process of a worker.

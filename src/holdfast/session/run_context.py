@@ -19,13 +19,14 @@ class RunContext(NamedTuple):
     """The facts about a run that a session needs.
 
     Attributes:
-        saves_as: id of the run in its checkpoints.
+        saves_as: id of the run in the names of its checkpoints.
         age_s: seconds since the run began.
-        verify_every: steps within which all copies of the state are compared; 0: never.
-        memory_every: steps between two states in the memory tier.
-        checkpoints: the default directory of checkpoints.
-        shared: directory in shared memory that outlives this process.
-        pull: fetches a state in memory from another node.
+        verify_every: number of steps in which all copies of the state are compared once; 0: never.
+        memory_every: steps between two states in the memory tier; 0: none; AUTO: the tier decides.
+        checkpoints: the default directory of checkpoints; None: there is none.
+        shared: directory in shared memory that outlives this process; None: there is none.
+        pull: function (rank, step) that fetches a state of the memory tier from another node, and returns False if no
+            node has that state. None: the run has one node.
     """
 
     saves_as: str
@@ -38,10 +39,11 @@ class RunContext(NamedTuple):
 
 
 def run_of(client: WorkerClient | None, library: bool) -> RunContext:
-    """Return the facts about the run of this process. Without a launcher they describe a run of this process alone.
+    """Return the facts about the run of this process. Without a client they describe a run of this process alone.
 
     Args:
-        library: the job started its own agent, without a launcher.
+        client: the connection to the agent; None: a job of one process without a launcher.
+        library: the job has no launcher, and the session itself started the agent.
     """
     if client is None or client.run_dir is None:
         return RunContext(f"solo-{secrets.token_hex(4)}")

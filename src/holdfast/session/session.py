@@ -1,7 +1,7 @@
 """The session: the object that a training script uses.
 
 The session connects the framework's adapter, the protocol state of this rank, the saver, the search for a checkpoint
-and the watch for exit requests. Without a launcher it works in one process, without a control plane.
+and the watch for exit requests. A job of one process without a launcher has no control plane.
 """
 
 from __future__ import annotations
@@ -67,19 +67,32 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 STAY_S = 90.0
-"""Limit of the wait for an order, in a process whose script has raised; a last-gasp checkpoint has 60 s."""
+"""Longest wait for an order in a process whose script has raised. A last-gasp checkpoint may take 60 s."""
 T = TypeVar("T")
 OFFERED = ("attach", "epochs", "exiting", "own", "phase", "root", "save", "section", "state", "step", "steps")
-"""The public names of a session."""
+"""The public attributes and methods of a session."""
 PARTS_VARIABLE = "HOLDFAST_PARTS"
-"""Variable set by the launcher: each rank does the work of this many ranks, because nodes are missing."""
+"""Environment variable that the launcher sets when nodes are missing: number of ranks whose work each rank does."""
 
 
 class Session(ScriptLoops):
     """The session of a script, made by :func:`holdfast.session`; a context manager.
 
     Attributes:
-        state: the extra named objects and values that travel in checkpoints; plain values may be replaced here.
+        state: the dict that was given as ``holdfast.session(state={...})``: objects and values of the whole job, by
+            name. A checkpoint holds them once, with the values of any one rank. A load fills tensors, arrays and
+            containers in place. A loaded number or string only replaces the entry ``s.state["name"]``, so the script
+            must read it there. Changes by a block that is aborted are undone. Iterables, and objects of more than 65536
+            numbers, must only be changed after ``optimizer.step()``.
+        root: directory or URL of the checkpoints; None: nothing is saved.
+
+    Example:
+        >>> with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpts/") as s:  # doctest: +SKIP
+        ...     for step in s.steps(loader, until=10_000):
+        ...         with step as (x, y):
+        ...             optimizer.zero_grad()
+        ...             loss_fn(model(x), y).backward()
+        ...             optimizer.step()
     """
 
     def __init__(
@@ -96,7 +109,7 @@ class Session(ScriptLoops):
         self._collecting: int | None = None  # step of the state that is being read
 
     def __dir__(self) -> list[str]:
-        """Return the public names; the other methods are for the library's own modules."""
+        """Return the names for users; all other methods are for the library's own modules."""
         return [*OFFERED, *(name for name in super().__dir__() if name.startswith("__"))]
 
     # ------------------------------------------------------------------ open
@@ -166,7 +179,7 @@ class Session(ScriptLoops):
         return self
 
     def _join(self) -> tuple[WorkerClient | None, bool]:
-        """Return the connection to the control plane, and whether this session started the agent."""
+        """Return the connection to the agent (None: there is no agent), and whether the job started it itself."""
         client = WorkerClient.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False
@@ -175,7 +188,7 @@ class Session(ScriptLoops):
         return join_or_start_agent(seat, exchange), True
 
     def _prepare_root(self) -> None:
-        """Check the checkpoint directory now instead of at the first save. Raises: StoreWriteError."""
+        """Check that checkpoints can be saved, before the first save. Raises: StoreWriteError: they cannot."""
         if self.root is None:
             self._say("holdfast: no checkpoint directory: nothing is saved, also not when a rank is lost")
             return
@@ -216,18 +229,18 @@ class Session(ScriptLoops):
 
     @staticmethod
     def _workers_then(session: Mapping[str, Any]) -> int:
-        """Return the number of ranks for which the batch of a step was made."""
+        """Return the number of ranks of the saved job, including missing ranks whose work other ranks did."""
         return int(session.get("world", 1)) * int(session.get("parts", 1))
 
     def _take_over(self, client: WorkerClient) -> None:
-        """Take the state of a newcomer from the survivors instead of from a checkpoint."""
+        """Load the state of this newcomer from the survivors or the memory tier, instead of from a checkpoint."""
         order = self._rank.await_receive()
         self._stand_at(take_over(self._rank, self._adapter, client, self._tier, order))
         self._votes.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
     def _attach(self) -> None:
-        """Install the hooks of the framework, once; in a spare this comes before it belongs to the job."""
+        """Install the hooks of the framework, once. A spare installs them before it is called."""
         if not self._attached:
             self._attached = True
             self._adapter.attach(self._blocks.hooks(), self._rank.fault_seen, self._between.collective)
@@ -235,13 +248,13 @@ class Session(ScriptLoops):
     # ------------------------------------------------------------------ spare
 
     def _stand_by(self, stand_in: DeferredRank) -> None:
-        """Prepare a spare, which is in no generation yet, for rehearsals; everything else waits until it is called."""
+        """Prepare a spare for rehearsals. All other setup is done when the spare is called into the job."""
         self._spare = stand_in
         self._attach()
         self._rank.open(0)
 
     def _go_on_stage(self) -> None:
-        """Wait until the spare is called, and make it a newcomer. In any other process, do nothing."""
+        """In a spare, wait until it is called, and make this process a newcomer. In other processes, do nothing."""
         spare, self._spare = self._spare, None
         client = self._client
         if spare is None or client is None:
@@ -295,7 +308,7 @@ class Session(ScriptLoops):
         rank.enter(Phase.READY)
 
     def _rewind(self, step: int) -> None:
-        """Restore the state of ``step`` from memory, as all ranks do. Raises: CheckpointInvalid."""
+        """Go back to the state of ``step`` in the memory tier, as all ranks do. Raises: CheckpointInvalid."""
         log.warning("holdfast: back from step %d to %d, from memory", self.step, step)
         found = self._tier.load(step)
         self._verifier.forget()
@@ -318,13 +331,13 @@ class Session(ScriptLoops):
 
     @property
     def step(self) -> int:
-        """Number of updates done; in a ``state_dict`` of the user, the number in the state that is being read."""
+        """Number of committed updates. Inside a user's ``state_dict``, the number of the state that is being read."""
         self._asked()
         return self._rank.step if self._collecting is None else self._collecting
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Let :attr:`step` return this ``step`` while the body reads the state of it."""
+        """Make :attr:`step` return ``step`` while the ``with`` body reads the state of that step."""
         self._collecting = step
         try:
             yield
@@ -333,19 +346,19 @@ class Session(ScriptLoops):
 
     @property
     def place_in_data(self) -> Mapping[str, int] | None:
-        """Position of the job in the data of its open loop; None: not known."""
+        """Position of the job in the data of its open loop, as ``Feed.place`` returns it; None: not known."""
         self._asked()
         at: Mapping[str, int] | None = self._loops.place.get("at")
         return at
 
     @property
     def exiting(self) -> bool:
-        """True when all ranks have agreed to leave: no step follows."""
+        """True when all ranks have agreed to leave the job, so that no step follows."""
         self._asked()
         return self._behind.exit_agreed
 
     def _asked(self) -> None:
-        """Make a spare wait until it belongs to the job, before it answers a question about the job."""
+        """In a spare, wait until it is called, because the caller needs a fact about the job. Raises: UsageError."""
         self._require_entered()
         if not self._rehearsing:
             self._go_on_stage()
@@ -358,33 +371,37 @@ class Session(ScriptLoops):
 
     @property
     def own(self) -> Plain:
-        """Plain values of this rank alone, saved for its replacement and for a resume; None: none.
+        """Plain values of this rank alone, which its replacement and a resumed process get back; None: none.
 
-        Values of the whole job belong into ``state``. Set the values in the block. A block that does not count restores
-        the earlier values. 128 KiB at most.
+        Values of the whole job belong into ``state``. Set ``own`` in the block of a step: if the block is aborted, the
+        earlier values are restored. The values may take at most 128 KiB.
+
+        Example:
+            >>> s.own = {"samples": s.own["samples"] + len(x) if s.own else len(x)}  # doctest: +SKIP
         """
         self._asked()
         return self._loops.mine.own
 
     @own.setter
     def own(self, value: Plain) -> None:
-        """Set the values for the step that ends next."""
+        """Set the values that are saved with the step that ends next."""
         self._loops.mine.own = value
 
     def attach(self, name: str, item: T) -> T:
-        """Keep the values of an object of this rank over faults, and return the object.
+        """Preserve the values of an object of this rank across faults and restarts. Return the object.
 
-        For objects that count from step to step: meters, sums, the last losses. A replacement and a resumed process
-        attach an object of the same name. When the steps begin, it gets the values of the process before, if that has
-        attached it in the same epoch or phase. A block that runs again begins with the values before its first run.
+        For objects that accumulate from step to step: meters, sums, the last losses. A replacement or resumed process
+        attaches an object under the same name. When its loop over steps begins, the object gets the values of the
+        earlier process, provided that both attached the object in the same epoch or phase. If a block is aborted and
+        runs again, the object has the values from before the first run.
 
         Args:
-            name: a name of the object in this session. A further object of that name takes the place of the first one.
-            item: numbers and texts, in lists, deques, tuples, dicts, and objects with such attributes; together with
-                ``own`` at most 128 KiB.
+            name: name of the object in this session. A further object of the same name replaces the first one.
+            item: a container or an object with attributes. Its values are numbers and strings, in lists, deques,
+                tuples, dicts and further objects. With ``own`` they take at most 128 KiB.
 
         Raises:
-            UsageError: the object holds something else (names it).
+            UsageError: the object holds a value of another type; the error names the value.
 
         Example:
             >>> meters = s.attach("train", MetricLogger())  # doctest: +SKIP
@@ -403,9 +420,9 @@ class Session(ScriptLoops):
         self._blocks.redo()
 
     def save(self) -> None:
-        """Ask all ranks for a checkpoint of the step whose vote comes next; return at once.
+        """Request a checkpoint of the step whose vote comes next, and return at once. A request of one rank is enough.
 
-        The checkpoint is made when the script asks for the following step, so do not wait for it after the block.
+        All ranks save when the script asks for the following step. So do not wait for the checkpoint after the block.
 
         Raises:
             UsageError: the session has no checkpoint directory.
@@ -421,15 +438,18 @@ class Session(ScriptLoops):
     def section(self, name: str) -> Iterator[None]:
         """Announce work between two steps that may take long (an evaluation): ``with s.section("eval"):``.
 
-        The time that a section may take without progress is learned by name; the first run may take an hour. If a
-        collective in a section loses a peer, it raises PeerLost, and all ranks restart at the next step. A section
-        before the block of that step then runs again:
-        ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``.
-        A section after the loop also runs again. A section after a block (``if step.committed and step.last_in_epoch``)
-        does not run again, which causes a warning.
+        Otherwise the work could be taken for a hang. The time that a section may take without progress is learned by
+        ``name``; the first run may take one hour. If a collective in a section loses a peer, it raises PeerLost, and
+        all ranks restart at the next step. A section before the block of that step, or after the loop, then runs again.
+        A section after a block (``if step.committed and step.last_in_epoch``) does not, which causes a warning.
 
         Raises:
-            StepError: inside the block of a step, or inside another section.
+            StepError: the call is inside the block of a step, or inside another section.
+
+        Example:
+            >>> if step.number % 50 == 0 and not step.again:  # doctest: +SKIP
+            ...     with s.section("eval"):  # before the block
+            ...         evaluate(model)
         """
         self._asked()
         nested = self._rank.script.in_section
@@ -442,12 +462,12 @@ class Session(ScriptLoops):
             yield
 
     def framework_stands(self) -> None:
-        """Record that the library that owns the loop has finished its setup or other work before the next block."""
+        """Record that the library that drives the loop has finished its setup or other work before the next block."""
         self._rank.moved(ScriptEvent.FRAMEWORK_DONE)
         self._adapter.remember(self._rank.step)
 
     def rewound(self, step: Step) -> None:
-        """Give ``step`` the number and batch of the job's present step: the job went back before ``step`` began."""
+        """Set number and batch of ``step`` to those of the job's present step, because the job has gone back to it."""
         self._loops.fill(step)
 
     # ------------------------------------------------------------------ a block's questions
@@ -470,27 +490,30 @@ class Session(ScriptLoops):
         )
 
     def differ(self, step: int) -> None:
-        """Report the copies of this rank, because copies of the state differ between ranks."""
+        """Send the digests of this rank's state after the vote of ``step`` has shown that copies of it differ."""
         self._verifier.tell(step)
 
     def entered(self, step: int) -> bytes | None:
-        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None."""
+        """Record that the block of ``step`` began. Return rank-local values for the status page; None: unchanged."""
         return self._loops.entered(step)
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch of the open step that another copy of the model draws. Raises: LookupError."""
+        """Return the batch that model replica ``copy`` draws for the open step. Raises: LookupError: not known."""
         return self._loops.batch_of(copy)
 
     def foresee(self) -> bytes | None:
-        """Prepare for the coming vote. Return the rank-local values of the next step for the status page, or None."""
+        """Log the update in the memory tier, before the vote.
+
+        Return the rank-local values of the next step for the status page; None: unchanged.
+        """
         self._tier.foresee(self._rank.step)
         return self._loops.foresee()
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Note the data position and publish a changed layout, after the block of a committed step.
+        """Record the data position, publish a changed layout, and keep the state in memory if due, before the commit.
 
         Returns:
-            The rank-local values for the status page, or None if there are none.
+            Rank-local values for the status page; None: unchanged.
         """
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
         payload = self._loops.note()
@@ -501,9 +524,12 @@ class Session(ScriptLoops):
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:
-        """Save, or leave, as the vote has decided, after a step is committed."""
+        """After ``step`` is committed, handle the requests of the vote: saves, an exit.
+
+        At the first steps, also compare user state, buffers and batches between ranks.
+        """
         self._common.committed(self._loops.digests_of(step.number))
-        if not self._rank.fenced:  # otherwise the vote after the recovery asks again
+        if not self._rank.fenced:  # otherwise the vote after the recovery repeats the requests
             self._behind.committed(tally)
 
     def _values(self, collected: Collected, step: int) -> dict[str, object]:
@@ -531,7 +557,7 @@ class Session(ScriptLoops):
         self._entered_by = None
         if self._watch is None and error is not None:
             self._adapter.detach()
-            return  # a spare that was not called or did not get its state: it holds nothing of this job
+            return  # a spare that was not called, or got no state: it holds nothing of this job
         ended = error is None or self._is_end(error)
         try:
             self._asked()
@@ -557,11 +583,11 @@ class Session(ScriptLoops):
             raise SystemExit(int(Exit.REQUEUE if self._behind.exit_sealed else Exit.UNSAVED))
 
     def _is_end(self, error: BaseException) -> bool:
-        """Return whether ``error`` ends the training normally: ``sys.exit(0)`` between two steps does."""
+        """Return whether ``error`` ends the training normally, as ``sys.exit(0)`` between two steps does."""
         return isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.state == "ready"
 
     def _fall(self, error: Exception) -> None:
-        """Keep the state of the last committed step where possible, after an exception has left the session."""
+        """Preserve the state of the last committed step, if possible, after an exception of the script."""
         rank = self._rank
         rank.moved(ScriptEvent.STRAYED)
         state = rank.fail()
@@ -578,7 +604,7 @@ class Session(ScriptLoops):
             self._saver.rescue(state == "aborted")
 
     def _stay(self, client: WorkerClient, error: Exception) -> None:
-        """Keep this process, whose script has raised, until the job knows that other ranks have its state."""
+        """Keep this process alive after its script has raised ``error``, until no other rank needs its state."""
 
         def leave(order: Leave) -> None:
             show(error)
@@ -589,7 +615,7 @@ class Session(ScriptLoops):
         self._rank.await_word(STAY_S)
 
     def _finish(self) -> None:
-        """Save the last state and wait for all ranks; after a recovery do both again."""
+        """Save the final state and wait until all ranks have finished. After a recovery, do both again."""
         rank, saver = self._rank, self._saver
         if not self._behind.exit_agreed:
             self._turns.close()

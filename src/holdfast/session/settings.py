@@ -1,4 +1,4 @@
-"""The checked arguments of a session: a wrong value would otherwise fail later, in one thread or on one rank only."""
+"""Checks of the arguments of a session. Without them a wrong value would fail later, in one thread or on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXTS = {
 
 
 class SessionOptions(TypedDict, total=False):
-    """The arguments that the sessions of all frameworks have. They are described at ``holdfast.session``."""
+    """The arguments that the session of every framework accepts; ``holdfast.session`` describes each."""
 
     checkpoint: str | os.PathLike[str] | None
     resume: str
@@ -37,7 +37,7 @@ class SessionOptions(TypedDict, total=False):
 
 
 class SessionSettings:
-    """Checked arguments of :func:`holdfast.session` that do not concern the framework."""
+    """The checked arguments of a session that do not depend on the framework. Raises: UsageError."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ FACE_OPTIONS = [
 
 
 def extras_of(state: object) -> dict[str, Any]:
-    """Return the user's own dict of extra objects and values, by name. Raises: UsageError."""
+    """Return the argument ``state`` of a session: the user's dict, or a new dict for None. Raises: UsageError."""
     if state is None:
         return {}
     if not isinstance(state, dict):
@@ -105,7 +105,7 @@ def _kept(keep: object) -> KeepPolicy:
 
 
 def _whole(name: str, value: object, least: int | None = None) -> int:
-    """Return a whole number of any type (also numpy's); a bool is refused."""
+    """Return ``value`` as an int. Raises: UsageError: it is a bool, not a whole number, or below ``least``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
             f"session({name}={value!r}): not a whole number", hint=f"leave {name} out, or give a number"
@@ -120,7 +120,7 @@ def _whole(name: str, value: object, least: int | None = None) -> int:
 
 
 def _seconds(name: str, value: object, *, zero: bool = False) -> float:
-    """Return a duration in seconds; ``zero``: 0 is allowed."""
+    """Return ``value``, a duration in seconds, as a float. Raises: UsageError: not positive; ``zero`` allows 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"session({name}={value!r}): not a number of seconds", hint=f"{name}=600")
     seconds = float(value)
@@ -132,7 +132,7 @@ def _seconds(name: str, value: object, *, zero: bool = False) -> float:
 
 
 def _text(name: str, value: object) -> str:
-    """Return a path or URL as text."""
+    """Return a path, a URL or a string as a string. Raises: UsageError: ``value`` is none of these."""
     text = str(value) if isinstance(value, Url) else value
     text = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(text, str):

@@ -1,5 +1,6 @@
-"""Saves and loads of a session.
+"""The saves and loads of a session.
 
-``checkpointer`` saves, ``save_schedule`` decides when, ``resume`` loads, ``memory_tier`` keeps states in memory.
-``state_transfer`` and ``transfer_snapshot`` give the state of a survivor to a replacement.
+Module ``checkpointer`` saves, ``save_schedule`` decides when, and ``after_block`` starts the saves. Module ``resume``
+loads. Module ``memory_tier`` keeps states in shared memory. Modules ``state_transfer`` and ``transfer_snapshot`` give
+the state of a survivor to a replacement. Module ``sole_writer`` detects two runs in one directory.
 """

@@ -1,15 +1,16 @@
-"""Code of the script after the block of a step: its effect belongs to the step, and to the saved state of that step.
+"""The work after a block: the script's code after the block belongs to the step, and so to the saved state of the step.
 
 Theory. A schedule that moves once in an epoch, an average of weights or a count of bad epochs often comes after the
 block: ``if step.committed and step.last_in_epoch: scheduler.step()``. A replacement starts at the next step and never
 runs this code. The state of a step is therefore complete when the script asks for the next step, not when the block
-ends. Saves are made at that time. A rank that serves or saves its state after a fault waits for the script
-(``checkpointer.py``). The state in the memory tier is amended. Only the save of a graceful exit is made when the block
-ends, because time may be short. It is made again if the script has changed the state, or counted, since.
+ends. Saves are made at that time. A rank that gives or saves its state after a fault first waits for the script
+(``core/worker/decision_orders.py``). The state in the memory tier is amended. Only the save of a graceful exit is made
+when the block ends, because time may be short. That save is repeated if code after the block has changed the state or
+rank-local values.
 
 Invariants:
-1. No state is saved or given while the script is between the end of a block and its next step, unless that takes longer
-   than ``SCRIPT_TIMEOUT_S``.
+1. No state is saved or given while the script is between the end of a block and its next step, except for a graceful
+   exit, or if the script takes longer than ``SCRIPT_TIMEOUT_S``.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ EXIT_LINE = "Graceful exit is triggered, stop training"
 
 
 class AfterBlock:
-    """The work that is due when the script asks for the next step after a block.
+    """The work that is due when the script asks for the next step after a block: saves, amendments and stops.
 
     Args:
         rank: protocol state of this rank.
         pace: the schedule of saves.
         tier: the memory tier of this rank.
         saver: makes the saves.
-        pause: stops this rank when all ranks have agreed to stop.
+        pause: makes this rank wait when all ranks have agreed to stop for a moment.
 
     Attributes:
-        exit_agreed: all ranks leave.
+        exit_agreed: all ranks have agreed to leave the job.
         exit_sealed: the checkpoint of this exit is sealed.
     """
 
@@ -57,16 +58,19 @@ class AfterBlock:
         self._saver = saver
         self._pause = pause
         self._tally: Tally | None = None  # of the step that has just been committed
-        self._left_with = ""  # digest of the state that was saved for the exit
+        self._left_with = ""  # digest of the state that the exit has saved
 
     def committed(self, tally: Tally) -> None:
-        """Keep the requests of the vote until the code after the block has run. Save for an agreed exit at once."""
+        """Keep the requests in ``tally``, the vote of a committed step, until the code after its block has run.
+
+        If all ranks have agreed to exit, save at once.
+        """
         self._tally = tally
         if tally.exit:
             self._agree_exit()
 
     def forget(self) -> None:
-        """Drop the requests of the last vote, because the job has gone back and will vote again."""
+        """Drop the requests of the last vote, because the job has gone back. A later vote repeats them."""
         self._tally = None
 
     def begin(self) -> None:
@@ -78,7 +82,10 @@ class AfterBlock:
             self.forget()
 
     def come_back(self) -> None:
-        """Amend the kept state and make the saves of the last vote, once the script's code after a block has run."""
+        """Amend the state in the memory tier, and make the saves of the last vote.
+
+        Called when the script has run its code after a block and calls the session again.
+        """
         rank = self._rank
         self._tier.amend(rank.step)
         rank.moved(ScriptEvent.RETURNED)
@@ -106,7 +113,7 @@ class AfterBlock:
         self._save_exit()
 
     def _amend_exit(self) -> None:
-        """Save again if the script of any rank has changed its state after the block."""
+        """Save for the exit again if code after the block has changed the state on any rank."""
         try:
             same = self._saver.all_say(self._saver.digest() == self._left_with)
         except PeerLost:
@@ -120,6 +127,6 @@ class AfterBlock:
         try:
             self.exit_sealed = self._saver.save("exit", wait=True)
         except StoreWriteError:
-            self.exit_sealed = False  # it is logged and reported, and the exit code shows it
+            self.exit_sealed = False  # the error is logged and reported, and the exit code shows it
         if self._rank.fenced:
             self.exit_agreed = False

@@ -1,14 +1,15 @@
 """Saves of a session: periodic and requested checkpoints beside the training, last-gasp checkpoints after a fault.
 
 Theory. The layouts of all ranks alone determine which rank writes which boxes, so a save needs no communication. Each
-rank writes its share, and a rank that sees all shares seals the checkpoint. A periodic save copies the share and
-returns. Exit, final and last-gasp saves are written from the state itself, which cannot change meanwhile. The last-gasp
-runs in the client's task thread. The main thread may be anywhere then, but it cannot pass the end of the step. State
-that an aborted block has changed is read from the copies made when the block began.
+rank writes its share, and a rank that sees all shares seals the checkpoint. A periodic or requested save copies the
+share of this rank and returns; the writer process writes the copy. Exit, final and last-gasp saves are written from the
+state itself, which cannot change during the write. The last-gasp runs in the task thread. The main thread may be
+anywhere then, but it cannot pass the end of the step. State that an aborted block has changed is read from the copies
+that were made when the block began.
 
 Invariants:
 1. A save id is the same on all ranks: (run, generation, step, attempt) and the kind come from the vote or the order.
-2. Every accepted save ends in one ``SaveReported``.
+2. On every rank, a save that no fence cuts off ends in a ``SaveReported`` message.
 """
 
 from __future__ import annotations
@@ -68,22 +69,22 @@ Locals = Callable[[], dict[str, object]]
 
 
 class Checkpointer:
-    """Makes all saves of one session.
+    """The maker of all saves of one session.
 
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
-        root: place of the checkpoints, or None.
-        run: first part of every save id.
-        keep: decides which valid checkpoints of this lineage stay.
+        root: directory or URL of the checkpoints; None: nothing is saved.
+        run: id of the run, the first part of every save id.
+        keep: decides which valid checkpoints of this lineage are not removed.
         values: returns the plain values common to all ranks, given the collected state.
-        locals_: returns the plain values of this rank alone, of the last committed step.
+        locals_: returns the rank-local values of the last committed step.
         pace: the schedule of saves, which receives the costs of saves.
         votes: casts the votes of this rank.
-        verifier: compares the copies of the state before any of it is written.
-        copies: number of copies of each box that is saved beside training, by as many of its holders.
+        verifier: compares the copies of the state before the state is written.
         tier: the memory tier of this rank.
-        watched: a launcher reads the event log, and prints the saves.
+        copies: number of copies of each box in a checkpoint, each written by another holder (not in a last-gasp).
+        watched: a launcher reads the event log and prints each save, so this object logs it at a lower level.
 
     Attributes:
         lineage: this run and the runs that it continues. A session that resumes sets it.
@@ -109,8 +110,8 @@ class Checkpointer:
         self._level = logging.DEBUG if watched else logging.INFO
         self.root = root
         self._saved: tuple[Generation, int] | None = None
-        self._unwritten: tuple[Generation, int] | None = None  # a save without this rank's share
-        self._wrecks: list[SaveId] = []  # saves without this rank's share; other ranks may still write
+        self._unwritten: tuple[Generation, int] | None = None  # the last save, if it lacks this rank's share
+        self._wrecks: list[SaveId] = []  # saves to remove, as this rank's share is missing
         self._rank = rank
         self._adapter = adapter
         self._run = run
@@ -143,46 +144,46 @@ class Checkpointer:
         )
 
     def start(self) -> None:
-        """Start the writer thread."""
+        """Start the saver that writes in the background."""
         if self.root is not None:
             self._background.__enter__()
 
     @property
     def busy(self) -> bool:
-        """True while a save is being written in the background."""
+        """True while this rank's share of a save is being written in the background."""
         return self._background.busy
 
     def claim(self, *, begins: bool) -> None:
         """Lock the checkpoint directory for this run, on rank 0.
 
         Args:
-            begins: the run is new. It then warns if another live run saves here.
+            begins: the run is new: warn if another live run saves in this directory.
         """
         if self._adapter.rank == 0:
             self._sole = SoleUse(self.root, tells=begins)
 
     def close(self) -> None:
-        """Finish the save in flight, stop serving the state and release the directory."""
+        """Finish the save in flight, stop serving the state, and release the lock of the directory."""
         self.resumed()
         self._background.close()
         self._sole.close()
 
     def resumed(self) -> None:
-        """Stop serving the state, because the job continues and the state changes."""
+        """Stop serving the state to replacements, because the job continues and the state changes."""
         if self._giver is not None:
             self._giver.stop()
 
     def saved(self, step: int) -> None:
-        """Record that all ranks saved or loaded ``step`` in this generation, or tried to: see :meth:`is_written`."""
+        """Record that all ranks have loaded or begun to save ``step`` in this generation; see :meth:`is_written`."""
         self._saved = self._rank.machine.generation, step
 
     @property
     def is_saved(self) -> bool:
-        """True if this step was saved in this generation. A newcomer does not know saves of earlier generations."""
+        """True if :meth:`saved` was called for this step in this generation; earlier generations do not count."""
         return self._saved == (self._rank.machine.generation, self._rank.step)
 
     def is_written(self) -> bool:
-        """Return whether all ranks have written their shares of this step. All ranks call this at the same step.
+        """Return whether all ranks have written their shares of the present step. A collective call.
 
         Raises:
             PeerLost: the vote broke.
@@ -193,7 +194,7 @@ class Checkpointer:
         return self.all_say(self._unwritten != self._saved)
 
     def digest(self) -> str:
-        """Return a digest of the whole state, and of the values of this rank alone."""
+        """Return a hexadecimal digest of this rank's whole state, including the rank-local values."""
         collected = self._adapter.collect()
         total = xxhash.xxh3_128(encode_values([collected.values, self._locals()]))
         for meta in collected.layout(self._adapter.rank, self._adapter.world_size).tensors:
@@ -201,24 +202,24 @@ class Checkpointer:
         return total.hexdigest()
 
     def all_say(self, yes: bool) -> bool:
-        """Vote between two steps, and return whether every rank called this with ``yes``. Raises: PeerLost."""
+        """Vote between two steps. Return whether ``yes`` was True on every rank. Raises: PeerLost: the vote broke."""
         ballot = Ballot(step=self._rank.step, between=True, save=not yes)
         tally = self._votes.cast(ballot)
         return tally.passed and not tally.save
 
     def _collected_to_give(self, frozen: bool) -> tuple[Collected, bool]:
-        """Collect the state for newcomers. Publish its layout before the state is offered."""
+        """Return the result of ``TransferSnapshot.collect``: the state for newcomers. First publish its layout."""
         collected, at_block = self._given.collect(frozen)
         self._votes.tell(collected)
         return collected, at_block
 
     def _to_give(self, frozen: bool) -> tuple[Collected, dict[str, object]]:
-        """Return the state for newcomers and its plain values."""
+        """Return state and plain values for newcomers; ``frozen``: those of the start of an aborted block."""
         collected, at_block = self._collected_to_give(frozen)
         return collected, {**self._values(collected), "at_block": at_block}
 
     def _plan(self) -> tuple[Catalogue, SavePlan]:
-        """Return catalogue and plan over all ranks, which have agreed on their layouts. Raises: StateError."""
+        """Return the catalogue of all ranks and the plan of a save. Raises: StateError: the layouts do not fit."""
         layouts = self._votes.layouts()
         if self._planned is None or self._planned[0] != layouts:
             catalogue = Catalogue.from_encoded(layouts)
@@ -232,17 +233,18 @@ class Checkpointer:
         """Save the state now, between two steps.
 
         Args:
-            wait: return only after the checkpoint is written.
+            kind: the kind of the save in its id: ``periodic``, ``request``, ``exit`` or ``final``.
+            wait: return only after the checkpoint is written. Otherwise it is written in the background.
 
         Returns:
-            True if the checkpoint is sealed, which is known only with ``wait``.
+            True if the checkpoint is sealed; False also if this is not known, because ``wait`` is False.
 
         Raises:
-            StoreWriteError: with ``wait``: the checkpoint could not be written.
+            HoldfastError: with ``wait``: the state cannot be read, or not be written (StoreWriteError).
         """
         if self.root is None:
             return False
-        # A newcomer has not seen the saves of earlier generations: the number must not depend on them.
+        # The attempt number must not depend on earlier generations, because a newcomer does not know their saves.
         now = self._rank.machine.generation, self._rank.step
         attempt = self._attempts.get(now, 0)
         self._attempts[now] = attempt + 1
@@ -259,7 +261,7 @@ class Checkpointer:
             self._report(save_id, error)
             if wait:
                 raise
-            # The other ranks have passed on their shares, and ask all ranks whether the save is written.
+            # The other ranks have handed over their shares, and ask later whether all ranks have written theirs.
             self.saved(save_id.step)
             self._unwritten = self._saved
             return False
@@ -303,7 +305,7 @@ class Checkpointer:
         return written.sealed or self._await_seal(root / save_id.directory())
 
     def require_sealed(self, sealed: bool) -> None:
-        """Refuse a checkpoint without a seal. Raises: StoreWriteError, unless a recovery comes first."""
+        """Raise StoreWriteError if the final checkpoint is not sealed, unless a recovery has begun."""
         if not sealed and self.root is not None and not self._rank.fenced:
             raise StoreWriteError(
                 f"step {self._rank.step} is written, but not whole: some shares did not come to {self.root}",
@@ -311,12 +313,12 @@ class Checkpointer:
             )
 
     def verify(self) -> bool:
-        """Compare the copies of the whole state with all ranks, once per step and generation.
+        """Compare all copies of the state between the ranks, once per step and generation.
 
-        Never returns when the copies differ: all ranks then restart from a state that was compared.
+        Never returns if copies differ: all ranks then restart from a checkpoint whose copies were equal.
 
         Returns:
-            False if a peer is lost.
+            True if no copies differ; False if another rank is lost.
         """
         try:
             if self._verifier.active:
@@ -327,7 +329,7 @@ class Checkpointer:
         return True
 
     def _verified(self) -> tuple[Collected, Catalogue, SavePlan]:
-        """Return the state, its catalogue and the plan of its save, after all copies were found equal."""
+        """Return the state, the catalogue of all ranks and the plan of a save, after all copies were found equal."""
         try:
             collected = self._adapter.collect()
             self._votes.tell(collected)
@@ -339,7 +341,7 @@ class Checkpointer:
         return collected, *self._plan()
 
     def _await_seal(self, path: Place) -> bool:
-        """Wait until the other ranks have written their shares. Return whether the checkpoint is sealed and valid."""
+        """Wait until the checkpoint at ``path`` is sealed and valid. Return False after a time limit or a fence."""
         deadline_s, pause_s = time.monotonic() + SEAL_TIMEOUT_S, SEAL_POLL_S
         while time.monotonic() < deadline_s and not self._rank.fenced:
             with open_attempt(path) as attempt:
@@ -351,7 +353,10 @@ class Checkpointer:
         return False
 
     def _done(self, save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
-        """Report that a share is written, or why not; in the writer thread for a save in the background."""
+        """Report ``result``, this rank's written share or the error. After a sealed save, remove old checkpoints.
+
+        In a background save, a thread of the saver calls this method.
+        """
         self._report(save_id, result)
         if not isinstance(result, WrittenShare):
             self._unwritten = save_id.generation, save_id.step
@@ -364,12 +369,12 @@ class Checkpointer:
         self._tidy(prune=result.sealed)
 
     def _abandon(self, save_id: SaveId) -> None:
-        """Give up a save of which this rank could not write its share."""
+        """Give up a save because this rank could not write its share, and try to remove its files."""
         self._wrecks.append(save_id)
         self._tidy(prune=False)
 
     def _tidy(self, *, prune: bool) -> None:
-        """Remove failed saves, which may fill the disk. With ``prune``, also remove checkpoints by the retention."""
+        """Remove failed saves, which may fill the disk. With ``prune``, also apply the retention policy."""
         if self.root is None or not (prune or self._wrecks):
             return
         root = Root(self.root)
@@ -408,7 +413,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ last-gasp
 
     def carry_out(self, command: CarryOut) -> None:
-        """Carry out an order of a decision: digests, serving the state, a save. Runs in the task thread."""
+        """Carry out an order of a decision: send digests, serve the state, check a kept state, or save. Task thread."""
         client, order = self._rank.client, command.order
         assert client is not None and self._giver is not None
         match order.kind:
@@ -422,18 +427,18 @@ class Checkpointer:
                 self._last_gasp(order.settle, command.aborted)
 
     def refuse(self, command: RefuseOrder) -> None:
-        """Report that this rank cannot carry out an order. Runs in the task thread."""
+        """Report to the controller that this rank cannot carry out an order. Runs in the task thread."""
         client, order = self._rank.client, command.order
         error = StateError(command.reason, hint=command.hint)
         if order.kind is OrderKind.DIGESTS and client is not None:
             self._send_digests(client, order.settle, error)
         elif order.settle.save is not None and order.kind is OrderKind.SAVE:
             self._done(order.settle.save.save_id, error)
-        else:  # the time limit for joining ends the wait of the newcomers
+        else:  # no report: the time limit for joining ends the wait of the newcomers
             log.error("holdfast: this rank cannot give its state: %s", error)
 
     def _vouch(self, client: WorkerClient, settle: Settle, frozen: bool) -> None:
-        """Publish the layout of the state that this rank is about to save or give, and the digests of its copies."""
+        """Send layout and digests of the state that this rank will save or give (``frozen``: see :meth:`_to_give`)."""
         copies: tuple[CopyDigest, ...] = ()
         try:
             self._require_weights()
@@ -476,7 +481,7 @@ class Checkpointer:
         """Return whether the model holds the trained weights.
 
         Outside of the block, a script may put other weights into the model for a while, for example an average that it
-        evaluates. In the block, weights that the script has set are the trained ones.
+        evaluates. Inside the block, all weights that the script sets count as trained weights.
         """
         adapter = self._adapter
         away = self._rank.script.may_hold_other_weights
@@ -515,13 +520,17 @@ class Checkpointer:
         )  # fmt: skip
 
     def _wrote(self, size_bytes: int) -> None:
-        """Show the progress of a last-gasp to the controller, and check that the model holds the trained weights."""
+        """Show that ``size_bytes`` of a last-gasp are written, and check that the model holds the trained weights."""
         if self._rank.client is not None:
             self._rank.client.moved(size_bytes)
         self._require_weights()
 
     def rescue(self, frozen: bool) -> None:
-        """Save the last committed step of a process without a launcher that is about to end by an exception."""
+        """Save the last committed step in a process without a launcher that an exception is about to end.
+
+        Args:
+            frozen: save the state of the start of an aborted block.
+        """
         if self.root is None or self._rank.client is not None:
             return
         self._background.wait()

@@ -1,21 +1,21 @@
 """The memory tier of a session: this rank's state of every N-th step, in shared memory that outlives the process.
 
 Theory. If only one rank holds a box, the loss of that rank is the loss of the box. So each rank copies its whole state
-(tensors, plain values, data position) into the run's shared memory (``store/shared_memory/memory_slots.py``). It does
-so before it shows the step as committed. The process that replaces the rank then finds the state of exactly that step.
-With N above 1 all ranks go back to the newest step that every rank has in the tier, and run the later steps again. The
-surviving processes do this without a restart.
+(tensors, plain values, data position) into the run's shared memory (``store/shared_memory/memory_slots.py``). Such a
+copy is called a *kept state*. It is made before the status page shows the step as committed, so the process that
+replaces the rank finds the state of exactly that step. With N above 1, all ranks go back to the newest step that every
+rank has in the tier, and run the later steps again. The surviving processes do this without a restart.
 
-Without an N the tier decides on its own. It is on if some box has only one holder. It keeps a state whenever the last
-copy took less than ``SHARE`` of the time since: at every step if copies are cheap, otherwise less often. Each rank
-votes whether it can afford a copy (``core/worker/vote.py``), and all ranks keep the state if all can.
+Without an N (``AUTO``), the tier is on if some box has only one holder. A rank can then afford a copy if the last copy
+took less than the fraction ``SHARE`` of the time since: at every step if copies are cheap, otherwise less often. Each
+rank votes whether it can afford a copy (``core/worker/vote.py``). All ranks keep the state of a step if all can.
 
 Invariants:
-1. All ranks keep the same steps.
+1. All ranks keep the states of the same steps.
 2. If the state of step s is kept, READY(s) is shown only when that state is in memory. Changes that the script makes
-   after the block belong to this state, and are added (the state is *amended*) when the script asks for the next step
-   (``after_block.py``). From then on the kept state is whole. With several nodes only whole states are reported, given
-   and loaded. On one node a rank sees whether another rank has amended its state.
+   after the block belong to this state. They are added (the state is *amended*) when the script asks for the next step
+   (``after_block.py``). From then on the kept state is *whole*. With several nodes only whole states are reported,
+   given and loaded. On one node a rank sees whether another rank has amended its state.
 3. A lack of shared memory ends the tier with a warning, and never the training.
 """
 
@@ -48,15 +48,20 @@ log = logging.getLogger("holdfast")
 
 AUTO = -1
 SHARE = 0.005
-"""Largest share of the time for copies into memory, where no interval was given."""
+"""Largest fraction of the run time for copies into memory, if the user gave no interval."""
 
 Values = Callable[[Collected, int], Mapping[str, object]]
 
 
 class Stamp(NamedTuple):
-    """A fingerprint of the state: it differs when the state has changed."""
+    """A fingerprint of the state: a different stamp shows that the state has changed.
 
-    values: bytes  # the plain values, encoded
+    Attributes:
+        values: the plain values, encoded.
+        writes: a count of writes per tensor; empty if the framework does not count writes.
+    """
+
+    values: bytes
     writes: tuple[int, ...]
 
 
@@ -64,13 +69,14 @@ class MemoryTier:
     """The memory tier of one rank.
 
     Args:
-        rank: knows the layouts of all ranks.
+        rank: protocol state of this rank, with the layouts of all ranks.
         adapter: the framework.
         directory: the directory of the run's shared memory; None: no agent outlives this process.
-        every: steps between two states; 0: nothing is kept; AUTO: see the module.
+        every: steps between two kept states; 0: nothing is kept; AUTO: see the module.
         values: returns the plain values common to all ranks, given the collected state and its step.
-        locals_: returns the plain values of this rank alone.
-        pull: with several nodes: fetches the state of a rank and step from another node; False: no node has it.
+        locals_: returns the rank-local values.
+        pull: function (rank, step) that fetches a kept state from another node, and returns False if no node has it.
+            None: the run has one node.
     """
 
     def __init__(
@@ -85,12 +91,12 @@ class MemoryTier:
     ) -> None:
         self._pull = pull
         self._rank = rank
-        self._version = NO_VERSION  # of the layouts that were checked last
-        self._alone = False  # some box of the job has one holder
+        self._version = NO_VERSION  # version of the layouts that were checked last
+        self._alone = False  # True: some box of the job has only one holder
         self._said = False
         self._kept_s = time.monotonic()
         self._copies = 0
-        self._cost_s = 0.0  # of the last copy
+        self._cost_s = 0.0  # duration of the last copy
         self._adapter = adapter
         self._directory = directory
         self._every = every if directory is not None else 0
@@ -98,33 +104,33 @@ class MemoryTier:
         self._locals = locals_
         self._slots: Slots | None = None
         self._record = UpdateRecord(adapter, every)
-        self._replayed = -1  # step whose state this process made again from an earlier one
-        self._stamped: Stamp | None = None  # of the state that was kept when the last block ended
+        self._replayed = -1  # step whose state this process has made again by updates
+        self._stamped: Stamp | None = None  # stamp of the state that was kept when the last block ended
         self.know_rank()
 
     def know_rank(self) -> None:
-        """Open the memory of the adapter's rank: at the start, or when a spare gets its rank."""
+        """Open the shared memory of the adapter's rank. A spare calls this again when it gets its rank."""
         self._slots = None if self._directory is None else Slots(self._directory, self._adapter.rank)
         self._record.know(self._directory if self.on else None, self._adapter.rank)
 
     @property
     def on(self) -> bool:
-        """True if states are kept, or may be when the layouts of all ranks are known."""
+        """True if states are kept, or may be kept when the layouts of all ranks are known."""
         return self._every != 0
 
     def steps(self) -> tuple[int, ...]:
-        """Return the steps whose states are in memory."""
+        """Return the steps of this rank's kept states; with several nodes, only of whole ones."""
         return () if self._slots is None else self._slots.steps(whole=self._pull is not None)
 
     def start(self, step: int) -> None:
-        """Begin at ``step``: drop the kept states of other steps."""
+        """Begin or go back to ``step``: drop the kept states of other steps, and keep this one if it is due."""
         if self._slots is None:
             return
         self._stamped = None
         replayed, self._replayed = self._replayed == step, -1
         self._record.start(step, replayed=replayed)
         if replayed:
-            return  # the earlier state that it was made from is what the other ranks keep, too
+            return  # the other ranks still keep the earlier state, from which this one was made by updates
         self._slots.keep_only(step)
         if step in self._slots.steps():
             self._record.kept(step, 0.0)
@@ -133,9 +139,9 @@ class MemoryTier:
             self._slots.finish()
 
     def due(self, step: int) -> bool:
-        """Return for the ballot whether this rank can afford to keep its state of ``step``.
+        """Return whether this rank votes to keep its state of ``step``: it is due, or affordable with AUTO.
 
-        With several nodes, another node must first have the state that was kept before.
+        With several nodes, the previous kept state must first have arrived on another node.
         """
         if not self._said or (self.on and self._rank.catalogue_version > self._version):
             self._look()
@@ -155,21 +161,21 @@ class MemoryTier:
         """Keep the state of ``step`` if it is due, before the step is shown as committed.
 
         Args:
-            agreed: all ranks can afford it.
+            agreed: all ranks have voted to keep their states.
         """
         by_number = self._every > 0 and self._pull is None  # needs no vote
         if step % self._every == 0 if by_number else agreed:
             self._stamped = self._keep(step)
 
     def foresee(self, step: int) -> None:
-        """Log the update of ``step`` before its vote: the log must outlive this process."""
+        """Log the gradients of the update of ``step`` before its vote, so that the update can be made again."""
         if self.on:
             self._record.note(step)
 
     def amend(self, step: int) -> None:
-        """Add the changes that the script has made after its last block to the kept state of ``step``.
+        """Amend the kept state of ``step`` by the changes that the script has made after its last block.
 
-        This includes the position of the next loop, if the script has left its loop by ``break``.
+        They include the position of the next loop, if the script has left its loop by ``break``.
         """
         kept, self._stamped = self._stamped, None
         if kept is None or self._slots is None:
@@ -182,7 +188,7 @@ class MemoryTier:
         self._slots.finish()
 
     def renew(self, step: int) -> None:
-        """Replace the kept state of ``step`` after the end of a turn, or the begin of a loop, has changed it."""
+        """Replace the kept state of ``step``, if any, because the end of a turn or a new loop has changed the state."""
         if self._slots is not None and step in self._slots.steps():
             self._keep(step, amended=True)
             self._slots.finish()
@@ -192,7 +198,7 @@ class MemoryTier:
         return Stamp(values, collected.writes() if isinstance(collected, CountsWrites) else ())
 
     def _look(self) -> None:
-        """Find out whether some box has only one holder, when newer layouts of all ranks have come."""
+        """When newer layouts of all ranks are known, find out whether some box has only one holder."""
         rank = self._rank
         if rank.client is None or rank.catalogue_version == self._version:
             return
@@ -237,7 +243,7 @@ class MemoryTier:
         return stamp
 
     def _copy(self, slots: Slots, step: int, *, amended: bool) -> Stamp:
-        """Copy the state into a slot. Raises: StateError."""
+        """Copy the state of ``step`` into a slot, and return its stamp. Raises: StateError: memory has no room."""
         collected = self._adapter.collect()
         stamp = self._stamp(collected, step)
         slots.keep(
@@ -251,23 +257,23 @@ class MemoryTier:
         return stamp
 
     def verify(self, step: int) -> None:
-        """Check the kept state of ``step``. A damaged state is dropped.
+        """Check this rank's kept state of ``step``.
 
         Raises:
-            CheckpointInvalid: the state is missing or damaged.
+            CheckpointInvalid: the state is missing, or is damaged and then dropped.
         """
         with self._open(step):
             return
 
     def require_replayable(self, step: int) -> None:
-        """Check that nothing but updates has changed this rank's weights at ``step``. Raises: StateError."""
+        """Check that only updates have made this rank's weights of ``step``, not the script. Raises: StateError."""
         self._record.require_undisturbed(step)
 
     def replay(self, step: int) -> Collected:
         """Load the newest kept state from which the log leads to ``step``, and make the later updates again.
 
         Returns:
-            The state: weights and optimizer state of ``step``, everything else of the kept state.
+            The state. Weights and optimizer state are those of ``step``; all other values are those of the kept state.
 
         Raises:
             CheckpointInvalid: a state or an update is missing or damaged.
@@ -290,7 +296,7 @@ class MemoryTier:
             turns: number of epochs and phases that the whole job has finished; None: not known.
 
         Raises:
-            CheckpointInvalid: the state is missing, damaged, or of another number of turns. This rank is unchanged.
+            CheckpointInvalid: the state is missing, damaged, or has another number of finished turns.
             CheckpointMismatch: the state is of another model.
         """
         with self._open(step) as kept:
@@ -325,7 +331,7 @@ class MemoryTier:
             self._rank.client.moved(size_bytes)
 
     def _view(self, kept: StoredState, meta: TensorMeta) -> memoryview:
-        """Return the bytes of one box. Drop a state that lacks it, so that the next decision does not count on that."""
+        """Return the bytes of one box of a kept state. If the box is missing, drop the kept state: it is useless."""
         assert self._slots is not None
         try:
             return kept.view(meta.fqn, meta.box)
@@ -334,10 +340,12 @@ class MemoryTier:
             raise
 
     def _require_whole(self, kept: StoredState) -> None:
-        """Refuse a kept state that lacks the changes after its block, while other ranks may have amended theirs.
+        """Check that ``kept`` includes the changes that the script has made after the block.
+
+        On one node, these changes may be missing if no other rank has amended its kept state.
 
         Raises:
-            CheckpointInvalid: the kept state lacks the changes. It is dropped, and all ranks go back further.
+            CheckpointInvalid: the changes are missing. The kept state is dropped, and all ranks go back further.
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}
@@ -365,13 +373,13 @@ class MemoryTier:
 
 
 def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | None = None) -> str:
-    """Return in words what the loss of one worker costs.
+    """Return a sentence for the log about the cost of losing one worker.
 
     Args:
         alone: some box of the state has only one holder.
         size_bytes: size of the boxes that only this rank holds.
-        every: as for :class:`MemoryTier`.
-        unlogged: why the later updates are not logged; empty: they are logged; None: not known.
+        every: steps between two kept states; 0: none; AUTO: as often as time allows.
+        unlogged: the reason why updates since the kept state are not logged; empty: they are; None: not known.
     """
     if not alone:
         return "every part of the state is on 2 ranks or more: a lost worker costs no step"

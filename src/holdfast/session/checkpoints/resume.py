@@ -1,16 +1,18 @@
-"""The search for the checkpoint from which a session starts: all ranks agree on one, or none of them starts.
+"""The search for the checkpoint from which a session starts: all ranks agree on one checkpoint, or no rank starts.
 
 Theory. Rank 0 lists the candidates, newest first, and sends the list to the other ranks. Every rank loads and verifies
-the first candidate. A sum over the ranks counts the successes, and the errors that no older candidate would avoid
-(another model, a state that cannot be restored, an error of the user's own ``load_state_dict``). If all ranks succeed,
-they start. If any rank has such an error, all ranks stop, each with an error. Otherwise the next older candidate
-follows. Each rejected candidate is logged with its reason. An empty root means a fresh start, which is logged in one
-line. A root in which no save was ever finished also means a fresh start, because a host may lose its power during the
-first save. A root with finished saves of which none is valid is an error, because that run expects to continue.
+the first candidate. A *fatal* error is one that no older candidate would avoid: another model, a state that cannot be
+restored, an error of the user's own ``load_state_dict``. A sum over the ranks counts the successes and the fatal
+errors. If all ranks succeed, they start. If any rank has a fatal error, all ranks stop, each with an error. Otherwise
+the ranks try the next older candidate. Each rejected candidate is logged with its reason.
+
+An empty checkpoint directory (the *root*) means a fresh start, which is logged in one line. A root in which no save was
+ever finished also means a fresh start, because a host may lose its power during the first save. A root with finished
+saves of which none is valid is an error, because that run expects to continue.
 
 Invariants:
-1. No rank leaves the search alone: any effect of a candidate on one rank is known to all ranks before any of them acts
-   on it.
+1. No rank leaves the search alone: all ranks know the result of each rank before any rank starts, stops or tries the
+   next candidate.
 """
 
 from __future__ import annotations
@@ -54,17 +56,18 @@ from holdfast.store.read.validation import Validity
 from holdfast.text import closest, plural
 
 log = logging.getLogger("holdfast")
-LIST_TIMEOUT_S = 600.0  # for the list of rank 0, which may have to look into a slow store
+LIST_TIMEOUT_S = 600.0  # longest wait for the list of rank 0, which may have to read a slow store
 
 
 class Resumed(NamedTuple):
-    """A loaded checkpoint.
+    """A loaded state: from a checkpoint, from the memory tier or from the survivors.
 
     Attributes:
-        path: where it was loaded from.
-        step: updates done in it.
-        session, local: the session's own values, and this rank's.
-        begun: the block of ``step`` had begun, and the effect of the code before it is in the state.
+        path: the checkpoint, or a name for another source.
+        step: number of committed updates in the state.
+        session: plain values of the session, equal on all ranks.
+        local: rank-local values of this rank.
+        begun: the block of ``step`` had begun, so the state includes the effect of the code before the block.
     """
 
     path: Place
@@ -75,18 +78,18 @@ class Resumed(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Number of epochs and phases that the whole job had finished."""
+        """Number of epochs and phases that the whole job had finished in this state."""
         return int(self.session.get("place", {}).get("turns", {}).get("passed", 0))
 
     @property
     def caveat(self) -> str:
-        """A remark on the checkpoint for the user, or an empty text."""
+        """A remark for the user on a checkpoint that was imported without a data position; empty: no remark."""
         imported = self.step and self.path.name == import_id(self.step).directory()
         return " (imported without a place in the data: the loader begins at its start)" if imported else ""
 
 
 class Candidates(NamedTuple):
-    """Paths to try, newest first, and the reasons why other checkpoints are not among them."""
+    """The checkpoints to try, newest first, and for each rejected checkpoint a text with its name and the reason."""
 
     paths: tuple[Place, ...]
     rejected: tuple[str, ...]
@@ -98,11 +101,11 @@ def candidates(
     """Return the checkpoints from which this job may start. Called on rank 0.
 
     Args:
-        resume: ``auto``, ``never``, a checkpoint, a root, or ROOT@STEP.
-        root: the checkpoint root of this session.
-        client: names the save to try first after a fault.
-        run: id of this run: a restart within it continues from its own saves, whatever ``resume`` is.
-        restarted: this process replaces one that was lost.
+        resume: ``auto``, ``never``, a checkpoint, a directory or URL of checkpoints, or such a place with ``@STEP``.
+        root: directory or URL of this session's checkpoints; None: there is none.
+        client: the connection to the agent, which names the save to try first after a fault.
+        run: id of this run. A restart within the run first tries its own saves, whatever ``resume`` is.
+        restarted: this process is a restart within the run.
 
     Raises:
         UsageError, NothingToResume, StoreUnreachable: see ``store.manage.checkpoint_root.find``.
@@ -148,12 +151,12 @@ def candidates(
 
 
 def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> dict[str, str]:
-    """Return good checkpoints that another user may have planted, with the reason, by name.
+    """Return, by name, the reasons to reject checkpoints in ``found`` that another user may have planted.
 
-    A planted one with the highest step would otherwise be taken.
+    Otherwise a planted checkpoint with the highest step would be loaded.
 
     Args:
-        own: names that this run knows as its saves.
+        own: names of saves of this run, which are not rejected.
     """
     if not isinstance(root.path, Path):  # a bucket does not name the owner of an object
         return {}
@@ -165,7 +168,7 @@ def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> d
 
 
 def _named(resume: str) -> Found:
-    """Find the checkpoint that ``resume=`` names. Raises: as ``store.manage.checkpoint_root.find``."""
+    """Return the checkpoint that ``resume`` names. Raises the errors of ``store.manage.checkpoint_root.find``."""
     try:
         return find(resume)
     except UsageError as error:
@@ -175,7 +178,7 @@ def _named(resume: str) -> Found:
 
 
 def _warn_of_others(root: Root) -> None:
-    """Warn a fresh run whose place holds checkpoints of other runs, because ``auto`` will take the highest step."""
+    """Warn at a fresh start if ``root`` has checkpoints of other runs: ``resume="auto"`` takes the highest step."""
     names = root.names()
     if names:
         log.warning(
@@ -187,7 +190,7 @@ def _warn_of_others(root: Root) -> None:
 
 
 def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
-    """Warn if the highest step is not the last save, and the two belong to unrelated runs."""
+    """Warn if an unrelated run has written a checkpoint after the first of ``valid``, which has the highest step."""
     if len({v.save_id.run for v in valid if v.save_id}) < 2:
         return
     chosen = valid[0]
@@ -209,7 +212,7 @@ def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
 
 
 def _spelled(root: Place | None) -> str:
-    """Return the place as text, with links resolved, so that equal places on this host have equal texts."""
+    """Return a checkpoint directory or URL as a string. Links are resolved, so equal directories have equal strings."""
     return os.path.realpath(root) if isinstance(root, Path) else str(root or "")
 
 
@@ -218,9 +221,9 @@ class ResumeSearch:
 
     Args:
         adapter: the framework.
-        client: sends the list to the other ranks; None in a single process.
-        agree: sums a list of numbers over the ranks, element by element.
-        remember: loads this rank's state of a step from memory. Raises: CheckpointInvalid.
+        client: the connection over which rank 0 sends the list to the other ranks; None in a job of one process.
+        agree: returns the elementwise sum of a list of ints over all ranks.
+        remember: loads this rank's state of a step from the memory tier. Raises CheckpointInvalid if it cannot.
     """
 
     def __init__(
@@ -236,12 +239,15 @@ class ResumeSearch:
         self._agree = agree
 
     def run(self, look: Callable[[], Candidates], root: Place | None) -> Resumed | None:
-        """Return the loaded checkpoint, or None for a fresh start.
+        """Load the newest checkpoint that all ranks can load, and return it. Return None for a fresh start.
+
+        Args:
+            look: returns the candidates; called on rank 0.
 
         Raises:
             NothingToResume: there were candidates, and none could be loaded by all ranks.
             UsageError: the checkpoint that the user named does not exist.
-            CheckpointMismatch: the newest valid checkpoint is of another model or optimizer, on this rank or another.
+            CheckpointMismatch: on this or another rank, the newest valid checkpoint is of another model or optimizer.
             StoreUnreachable: the newest checkpoint cannot be read now, so that its validity is not known.
             Exception: an error of the restore on this rank, for instance in the user's ``load_state_dict``.
         """
@@ -286,8 +292,9 @@ class ResumeSearch:
         """Let rank 0 list the candidates, and return the same list on all ranks.
 
         Raises:
-            UsageError: rank 0 runs on this host and has another checkpoint directory than this rank. No checkpoint
-                would ever have all shares.
+            UsageError: rank 0 runs on the same host with another checkpoint directory, so that no checkpoint would ever
+                have the shares of all ranks. Or ``look`` has failed on rank 0.
+            NothingToResume: rank 0 has not sent the list within ``LIST_TIMEOUT_S``.
         """
         if self._adapter.world_size == 1:
             return look()
@@ -327,7 +334,7 @@ class ResumeSearch:
         return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
     def _names_of_all(self) -> frozenset[str]:
-        """Return the names of the tensors that any rank of this job has built: the stages of a pipeline differ."""
+        """Return the names of the tensors that all ranks of this job have built; those of pipeline stages differ."""
         own = sorted(frozenset().union(*_built(self._adapter)))
         client = self._client
         if client is None:
@@ -351,7 +358,7 @@ class ResumeSearch:
         """Load and verify one candidate on this rank.
 
         Returns:
-            What was loaded or None, the reason of a rejection, and an error that ends the search.
+            The loaded state or None, the reason for a rejection, and a fatal error that ends the search or None.
         """
         try:
             if path.name.startswith(MEMORY):
@@ -366,13 +373,13 @@ class ResumeSearch:
 
 
 def load_state(adapter: StateAdapter, path: Place, built: Collection[str] = ()) -> Resumed:
-    """Load everything of one checkpoint into this rank.
+    """Load this rank's part of one checkpoint: tensors, plain values and rank-local values.
 
     Args:
-        built: names of the tensors that the ranks of this job have built. Together they must be the checkpoint's.
+        built: names of the tensors that all ranks of this job have built. The checkpoint must have no other tensors.
 
     Raises:
-        CheckpointInvalid: the checkpoint is damaged. Parameters may hold garbage now.
+        CheckpointInvalid: the checkpoint is damaged. Parameters may now hold a mix of old and loaded values.
         CheckpointMismatch: the checkpoint is of another model or another optimizer.
     """
     ours = _built(adapter)
@@ -394,8 +401,8 @@ def load_state(adapter: StateAdapter, path: Place, built: Collection[str] = ()) 
         beside = beside_the_model(catalogue.by_fqn, values)
         if not {t.fqn for t in catalogue.tensors} <= wanted | beside | set(built):
             beside |= beside_the_model(catalogue.by_fqn, joined_values(source))  # state of other ranks only
-        # Not all names beside the model are needed here: other stages keep state of their own parameters, and a
-        # parameter of this rank may have none yet. ``restore`` has checked that the optimizer is the same.
+        # This rank does not need all tensors beside the model: those of the optimizer on other pipeline stages, and
+        # those of its parameters without optimizer state yet. ``restore`` has checked that the optimizer is the same.
         known = [
             t.fqn for t in catalogue.tensors if t.fqn not in wanted and (t.fqn in beside or t.fqn in built)
         ]
@@ -410,13 +417,16 @@ def load_state(adapter: StateAdapter, path: Place, built: Collection[str] = ()) 
 
 
 def refuse_another_model(catalogue: Catalogue, built: Iterable[TensorMeta], where: str) -> None:
-    """Compare dtypes and shapes, because bytes alone do not show them: bfloat16 would be taken for float16.
+    """Check that tensors to load have the dtypes and shapes of this process's tensors.
+
+    The bytes alone do not show a difference: bfloat16 would be read as float16.
 
     Args:
-        where: the source of ``catalogue``, in words.
+        catalogue: the tensors to load, from the source ``where`` (in words, for the error).
+        built: the tensors that this process has built.
 
     Raises:
-        CheckpointMismatch: this process has built a tensor of another dtype or shape.
+        CheckpointMismatch: a tensor has another dtype or shape in this process.
     """
     for meta in built:
         there = catalogue.by_fqn.get(meta.fqn)
@@ -429,10 +439,10 @@ def refuse_another_model(catalogue: Catalogue, built: Iterable[TensorMeta], wher
 
 
 class _Built(NamedTuple):
-    """Names of the tensors and extra states that this rank has built."""
+    """The names of the model's tensors and of the modules' extra states in this process."""
 
     tensors: frozenset[str]
-    extra: frozenset[str]  # extra state of modules, under all of its names
+    extra: frozenset[str]  # including all alternative names of an extra state
 
 
 def _built(adapter: StateAdapter) -> _Built:

@@ -1,13 +1,13 @@
-"""The schedule of saves: policies are asked at every step, the vote agrees, and a busy disk delays the save.
+"""The schedule of saves: each rank asks its policies at every step, a vote decides, and a busy disk delays the save.
 
-Theory. Clocks and measurements differ between ranks, so no rank acts on its own policy. Each rank votes ``due``, and
-all read the same tally. A save that begins while the last one is being written would have to wait for the disk, within
-the step. So each rank also votes ``busy``, and then no rank saves. Nothing is remembered: a policy asks at each step
-until the save is made.
+Theory. Clocks and measurements differ between ranks, so no rank acts on its own policy. Each rank sets ``due`` in its
+ballot if a policy wants a save, and all ranks read the same tally. A save that begins while the previous one is being
+written would make the step wait for the disk. So a rank that is still writing sets ``busy``, and then no rank saves. No
+request is stored: a policy returns True at each step until the save is made.
 
 Invariants:
-1. :meth:`SaveSchedule.agreed` returns the same on all ranks.
-2. A slow disk makes saves rarer, never a step longer, and causes a warning.
+1. :meth:`SaveSchedule.agreed` returns the same value on all ranks.
+2. A slow disk makes saves less frequent and causes a warning. It never makes a step longer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ MEASURED_MAX = 5
 
 
 class SaveSchedule:
-    """Decides about the saves of one session.
+    """The schedule of saves of one session.
 
     Args:
-        policies: a save is due when any of them asks for one.
+        policies: the save policies. A save is due when any policy returns True.
         faults: number of faults of this run before this session was opened.
-        run_s: age of the run at that time.
+        run_s: age of the run in seconds when this session was opened.
+
+    Attributes:
+        asked: the script has called ``Session.save`` since the last save.
     """
 
     def __init__(self, policies: Sequence[SavePolicy], *, faults: int = 0, run_s: float = 0.0) -> None:
@@ -48,17 +51,22 @@ class SaveSchedule:
         self._said = False
 
     def start(self, step: int) -> None:
-        """Begin to count from ``step``, whose state is saved already or is the initial one."""
+        """Count steps and time since the last save from ``step``, whose state is saved, restored or initial."""
         self._last_step, self._last_s = step, time.monotonic()
 
     def measured(self, *, stall_s: float = 0.0, durable_s: float = 0.0) -> None:
-        """Note the cost of a save: how long it stalled training, how long until it was durable."""
+        """Record the cost of a save.
+
+        Args:
+            stall_s: seconds by which the save delayed training; 0: not measured.
+            durable_s: seconds until the save was on disk; 0: not measured.
+        """
         if stall_s:
             self._stalls_s.append(stall_s)
         self._durable_s = durable_s or self._durable_s
 
     def due(self, step: int) -> bool:
-        """Return whether a policy wants a save when ``step`` updates are done."""
+        """Return whether a policy wants a save of the state after ``step`` updates."""
         if not self._policies:
             return False
         now_s = time.monotonic()
@@ -74,7 +82,7 @@ class SaveSchedule:
         return any(policy(now) for policy in self._policies)
 
     def agreed(self, tally: Tally, step: int) -> str:
-        """Return the kind of the save that all ranks make now at ``step``, or an empty text."""
+        """Return the kind of the save that all ranks make now at ``step``: ``request`` or ``periodic``; empty: none."""
         if not (tally.save or tally.due):
             return ""
         if tally.busy:
@@ -93,6 +101,6 @@ class SaveSchedule:
         return "request" if tally.save else "periodic"
 
     def take_delay(self) -> int:
-        """Return by how many steps the save that is made now was delayed, and reset that count."""
+        """Return the number of steps by which the present save was delayed, and reset this number."""
         delayed, self._delayed_steps = self._delayed_steps, 0
         return delayed

@@ -1,11 +1,11 @@
-"""A lock that detects two live runs which save into one checkpoint directory; the second one warns when it begins.
+"""A lock that detects two live runs which save into one checkpoint directory; the second run warns when it begins.
 
-Theory. Each run keeps and prunes only the checkpoints of its lineage, so the two do not remove each other's. But a
-start with ``resume="auto"`` continues from the newest checkpoint there, of either run. The first rank of a run holds
-a lock on the directory itself while its session is open. The lock writes no file, and ends when the process is killed.
-Forked processes (of a data loader) hold the lock until they end, so a run that follows waits a moment before it warns.
-A process has one session at a time, so a lock left by a session that could not open is released. In a bucket, and on a
-file system without locks, there is no warning.
+Theory. Each run keeps and prunes only the checkpoints of its lineage, so two runs do not remove each other's
+checkpoints. But a start with ``resume="auto"`` continues from the newest checkpoint in the directory, of either run.
+Rank 0 of a run holds a lock (``flock``) on the directory itself while its session is open. The lock writes no file, and
+ends when the process is killed. Forked processes (workers of a data loader) hold the lock until they end, so a new run
+waits for ``WAIT_S`` before it warns. A process has one session at a time, so a new session releases the lock of a
+session that could not open. In a bucket, and on a file system without locks, there is no warning.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _open: list[SoleUse] = []  # the lock of this process: one at most
 
 
 class SoleUse:
-    """The lock of one session, or no lock.
+    """The lock of one session on its checkpoint directory, or no lock.
 
     Args:
-        root: where the session saves.
-        tells: warn if another run holds the lock. False in a run that continues: its own lost rank may still hold it.
+        root: directory or URL of the session's checkpoints. None, or a URL: no lock is taken.
+        tells: warn if another process holds the lock. False in a restarted process: the lost process of this rank may
+            still hold the lock.
     """
 
     def __init__(self, root: Place | None = None, *, tells: bool = False) -> None:

@@ -1,10 +1,10 @@
-"""Live recovery in a session: a survivor serves its state, and a newcomer takes it and joins.
+"""The transfer of state in a live recovery: survivors serve their state, and a newcomer loads it and joins.
 
-Theory. If only the lost ranks are replaced, every survivor at the decided step serves its state as of the last commit
-until the job continues. State that an aborted block has changed is read from the copies made when the block began. A
-newcomer has built the same model without peers. It fills its own boxes from identical boxes of the survivors, takes the
-plain values from one of them, and the rank-local values from the status page of the rank that it replaces. For code
-before the block of the step see ``transfer_snapshot.py``.
+Theory. If only the lost ranks are replaced, every survivor at the decided step serves its state until the job
+continues. The served state is that of the last committed step. State that an aborted block has changed is read from the
+copies that were made when the block began. A newcomer has built the same model alone. It fills its boxes from identical
+boxes of the survivors, and takes plain values from them. Its rank-local values come from the status page of the rank
+that it replaces. ``transfer_snapshot.py`` explains the role of code before the block of the step.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ from holdfast.store.layouts.value_sources import speakers
 log = logging.getLogger("holdfast")
 
 NOWHERE = Address("")
-"""The address that a rank reports when it serves nothing, because each rank reads its own kept state."""
+"""The address that a rank reports if each rank loads its own state from the memory tier, so that none is served."""
 
 
 class MemoryTierQuery(Protocol):
-    """The checks of its memory tier that a survivor needs."""
+    """The interface of the memory tier that :class:`StateSource` uses."""
 
     def verify(self, step: int) -> None:
-        """Check the kept state of ``step``. Raises: CheckpointInvalid: the state is not intact."""
+        """Check this rank's state of ``step`` in memory. Raises: CheckpointInvalid: it is missing or damaged."""
 
     def require_replayable(self, step: int) -> None:
-        """Check that only the optimizer's updates have made the state of ``step``. Raises: StateError."""
+        """Check that only updates have made this rank's weights of ``step``, not the script. Raises: StateError."""
 
 
 class StateSource:
-    """Serves the state of a survivor.
+    """The server of a survivor's state.
 
     Args:
-        client: tells the controller where the state is served.
-        collect: returns the state at that moment, and the plain values common to all ranks.
+        client: the connection over which the controller learns where the state is served.
+        collect: returns the state to serve, and the plain values common to all ranks. Its argument is True for the
+            state of the start of an aborted block.
         memory: the memory tier of this rank.
-        refuse: reports to the controller that a kept state is damaged.
+        refuse: reports to the controller that a state in the memory tier is damaged.
     """
 
     def __init__(
@@ -77,30 +78,31 @@ class StateSource:
         self._collect = collect
         self._server: StateServer | None = None
         self._given: tuple[Settle, Address] | None = (
-            None  # the order that the server answers, and its address
+            None  # the order that the present server carries out, and the server's address
         )
 
     def check_kept(self, settle: Settle) -> None:
-        """Check the kept state to which all ranks go back, and report the result. Runs in the task thread."""
+        """Check this rank's state in the memory tier to which all ranks go back, and report the result. Task thread."""
         try:
             self._memory.verify(settle.rewind)
         except CheckpointInvalid as error:
             self._refuse(settle.generation, settle.rewind, error)
         except HoldfastError as error:
-            # The time limit for joining ends the wait of the newcomers.
+            # No report: the time limit for joining ends the wait of the newcomers.
             log.error("holdfast: this rank cannot go back: %s", error)
         else:
             self._offer(settle.generation, settle.rewind, NOWHERE)
 
     def give(self, settle: Settle, frozen: bool) -> None:
-        """Serve the state of ``settle.step``. Runs in the task thread.
+        """Serve the state of ``settle.step`` to newcomers, and report the address. Runs in the task thread.
+
+        If the order is repeated, the address of the same server is reported again. The first report may have been lost
+        with an agent, and newcomers may already be reading. An order that differs only in its request for digests
+        (``vouch``) counts as repeated.
 
         Args:
-            settle: the decision.
+            settle: the decision that contains the order.
             frozen: serve the state of the start of an aborted block.
-
-        A repeated order is answered again from the same server, because the first answer may have been lost with an
-        agent, and newcomers may already be reading. It counts as repeated also if it no longer asks for digests.
         """
         settle = msgspec.structs.replace(settle, vouch=False)
         if self._given is not None and self._given[0] == settle:
@@ -131,7 +133,7 @@ class StateSource:
         )
 
     def _decline(self, settle: Settle, error: Exception) -> None:
-        """Report that this rank is alive with an intact state, but cannot give it: the controller finds another way."""
+        """Report that this rank is alive with an intact state, but cannot give it. The controller decides again."""
         self._client.send(
             StateRefused(
                 member_id=self._client.member_id,
@@ -143,16 +145,16 @@ class StateSource:
         )
 
     def stop(self) -> None:
-        """Stop serving, because all newcomers have joined or another fault came first."""
+        """Stop serving the state, because all newcomers have joined or another fault came first."""
         server, self._server, self._given = self._server, None, None
         if server is not None:
             server.close()
 
 
 def _pieces_of(collected: Collected) -> View:
-    """Return a function that gives the requested bytes of ``collected``.
+    """Return a function that returns the requested bytes of one box of ``collected``.
 
-    The function copies only the requested bytes from a device, and copies nothing in host memory.
+    From a device the function copies only the requested bytes. Data in host memory is not copied.
     """
     if isinstance(collected, GivesPieces):
         return collected.piece
@@ -162,9 +164,12 @@ def _pieces_of(collected: Collected) -> View:
 def take_over(
     rank: StepParticipant, adapter: StateAdapter, client: WorkerClient, tier: MemoryTier, order: Receive
 ) -> Resumed:
-    """Load the state of a newcomer from the survivors, or from the state that its predecessor left in memory.
+    """Load the state of a newcomer from the survivors, or from the memory tier of the rank that it replaces.
 
-    Raises: as :func:`take`.
+    If the state in memory is invalid, report this, and wait for the order to leave: the function does not return.
+
+    Raises:
+        CheckpointMismatch, CheckpointInvalid, PeerLost: see :func:`take`.
     """
     if not (order.kept or order.replays):
         return take(adapter, client, order)
@@ -180,10 +185,11 @@ def take_over(
 def take(
     adapter: StateAdapter, client: WorkerClient, order: Receive, again: Collected | None = None
 ) -> Resumed:
-    """Load this rank's state from the survivors.
+    """Load the state of this newcomer from the survivors.
 
     Args:
-        again: state that this rank has made again from the memory tier, for boxes that no survivor holds.
+        order: the order of the controller, with the addresses and layouts of the survivors.
+        again: state that this newcomer has made again from the memory tier, for boxes that no survivor holds.
 
     Raises:
         CheckpointMismatch: this process has built another model than the process it replaces.
@@ -199,7 +205,7 @@ def take(
         fetch(sources, [], secret, order.generation, tuple(asked)), "values of a survivor"
     )
     if again is not None and not tensors_of(again.values) <= tensors_of(values):
-        # In a pipeline no survivor knows the optimizer state of this stage's parameters.
+        # In a pipeline, no survivor knows the plain values of the optimizer for the parameters of this stage.
         values = with_values_of(values, [again.values], "the values of a survivor and of this rank in memory")
     restore = adapter.restore(catalogue, values)
     buffers = restore.buffers()
@@ -225,7 +231,7 @@ def take(
 
 
 def _put(want: Wanted, adapter: StateAdapter, again: Collected | None) -> None:
-    """Fill a box that no survivor holds from ``again``. Raises: CheckpointInvalid: ``again`` does not have the box."""
+    """Fill the box ``want``, which no survivor holds, from ``again``. Raises: CheckpointInvalid: no update makes it."""
     if again is None or not (isinstance(adapter, LogsUpdates) and adapter.updates.rebuilds(want.fqn)):
         raise CheckpointInvalid(f"no survivor holds {want.fqn}{want.box}, and no update makes it")
     made = again.view(want.fqn, want.box)
@@ -235,9 +241,16 @@ def _put(want: Wanted, adapter: StateAdapter, again: Collected | None) -> None:
 def _holders(
     catalogue: Catalogue, places: Collection[tuple[str, Box]], rank: int, sources: Collection[int]
 ) -> dict[tuple[str, Box], tuple[int, ...]]:
-    """Return the ranks that hold each place (tensor name and box).
+    """Return the ranks that hold each box in ``places``, by tensor name and box.
 
-    State that the lost rank had not published before its loss is found in the layouts of its peers.
+    The layout of the lost rank is searched first. Boxes that this layout lacks are searched in the layouts of the
+    survivors, because the lost rank may not have published its newest state.
+
+    Args:
+        catalogue: the tensors of all ranks.
+        places: tensor names and boxes.
+        rank: the rank of this newcomer, and of the lost process.
+        sources: the ranks that serve their state.
     """
     found: dict[tuple[str, Box], tuple[int, ...]] = {}
     for asked in (rank, *sorted(sources)):
@@ -249,7 +262,7 @@ def _holders(
 
 
 def _own_address(client: WorkerClient) -> Address:
-    """Return the address at which newcomers find this process: a path, unless the run has several hosts."""
+    """Return the address at which this process serves its state: a socket path, or host and port with several hosts."""
     assert client.run_dir is not None
     settings = RunSettings.load(client.run_dir)
     return settings.address_of(RunDir(client.run_dir), f"state-{client.rank}")

@@ -1,12 +1,14 @@
-"""The state that a survivor gives to newcomers, at a step before whose block the script runs code.
+"""The state that a survivor gives to newcomers, if the script runs code before the block of the step.
 
-Theory. When a rank is lost, some ranks may have run the code before the block (a schedule that steps there, a score
-that is noted) and others not. A newcomer that will run it needs the state from before this code. One that will not run
-it needs the state from after it. A survivor that waits at its block has run the code. The newcomer need not run it if
-the rank that it replaces had begun the block. But a newcomer's boxes come from several survivors. If such code changes
-state that ``Adapter.remember`` copies, these boxes may come from two states. So a survivor whose code has changed
-something does not give its state: all ranks restart at this step from the state before the code. A survivor that still
-runs the code, or was not given the step, gives the state from before the code, and the newcomer runs the code as well.
+Theory. When a rank is lost, some ranks may have run the code before the block (a step of a schedule, a recorded score)
+and others not. A newcomer that will run this code needs the state from before it. A newcomer that will not run the code
+needs the state from after it. The newcomer does not run the code if the lost rank had begun the block, and the
+survivors give a state from after the code. A survivor that waits at its block has run the code, and gives such a state.
+A survivor that still runs the code, or has not received the step, gives the state from before the code.
+
+The boxes of one newcomer come from several survivors. If the code changes state that ``Adapter.remember`` copies, these
+boxes could come from two different states. So a survivor that has run the code, and whose state the code has changed,
+does not give its state. All ranks then restart at this step from the state before the code, and run the code again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class TransferSnapshot:
         self._adapter = adapter
 
     def collect(self, frozen: bool) -> tuple[Collected, bool]:
-        """Collect the present state; with ``frozen``, the state of the start of an aborted block.
+        """Return the state to give to newcomers.
+
+        Args:
+            frozen: take the state of the start of an aborted block.
 
         Returns:
             The state, and whether it includes the effect of the code before the block of the step.
@@ -55,9 +60,9 @@ class TransferSnapshot:
         return now, at_block
 
     def _differ(self, one: Collected, other: Collected) -> bool:
-        """Compare what a script may change there.
+        """Return whether two states differ in data that a script may change before a block.
 
-        This is: plain values, single numbers of optimizers, tensors of its own state, and buffers.
+        These are plain values, single numbers of optimizers, tensors of the user's state, and buffers.
         """
         if encode_values(one.values) != encode_values(other.values):
             return True

@@ -1,1 +1,1 @@
-"""The loops of a script over its steps: the next batch, the end of a loop, the finished epochs and phases."""
+"""The loops of a script over its steps: drawing batches, ending loops, and counting finished epochs and phases."""

@@ -1,20 +1,20 @@
-"""Comparison of the batches that a rank draws with those that the process before it drew at the same position.
+"""Comparison of the batches that a rank draws with those that its earlier process drew at the same position.
 
-Theory. A replacement, and each rank after a restart, goes to its position in the data. The loader decides whether the
-same samples are there. They are not if the order of the loader depends on how often this process has iterated it, or if
-the dataset was changed meanwhile. The job would then silently train on other data. So each rank keeps a digest of the
-batches of the step that it drew last, with the number of the step and the data position before it. The digest is one of
-its rank-local values: it is on the status page from the begin of the block, and in each checkpoint. The next process
-compares. If it runs that step again, it draws the batches again. If it starts after that step, it reads the batches
-only for the comparison; its feed is then after them, as it has to be. A batch that is drawn again because its block has
-changed it is also compared.
+Theory. A replacement, and each rank after a restart, seeks its position in the data. The loader may then give other
+samples than before: its order may depend on the number of times that this process has iterated it, or the dataset may
+have changed. The job would then silently train on other data. So each rank keeps a record of the step whose batches it
+drew last: the number of the step, the data position before it, and the digests of the batches. The record is one of the
+rank-local values: it is on the status page from the start of the block, and in each checkpoint. The next process of the
+rank compares its batches with the record. If it runs that step again, it draws the batches anyway. If it starts after
+that step, it reads the batches of that step only for the comparison, which moves its feed to the right position. A
+batch that is drawn again because its block has changed it is also compared.
 
 Invariants:
 1. A difference raises an error before the block of the next step begins.
-2. Nothing is compared for a job of another size, whose ranks draw other batches. If only the loader knows its position
-   (``local_state``), it cannot be sent back, and only the step in flight is compared.
+2. Nothing is compared if the number of ranks has changed, because the ranks then draw other batches. A feed with
+   ``local_state`` cannot be sent back, so only the step in flight is compared.
 
-The digest is of a sample of each tensor (``frameworks/torch/data/batch_digest.py``). It detects other batches, but may
+The digest covers a sample of each tensor (``frameworks/torch/data/batch_digest.py``). It detects another batch, but may
 miss one flipped pixel.
 """
 
@@ -30,15 +30,16 @@ from holdfast.frameworks.common.state_tree import Plain
 
 
 class Drawn:
-    """The comparison of the batches that one rank draws with the batches that were drawn before at the same position.
+    """The comparison of the batches that this rank draws with those that its earlier process drew.
 
     Args:
-        adapter: digests a batch, where it can.
+        adapter: the framework. If it cannot digest batches, nothing is compared.
         rank: the rank of this process.
         verify: False: nothing is compared.
 
     Attributes:
-        record: digests of the batches that were drawn last, for the local values of this rank; None: not known.
+        record: step, digests and start position of the batches that were drawn last, for the rank-local values; None:
+            not known.
     """
 
     def __init__(self, adapter: object, rank: int, *, verify: bool) -> None:
@@ -49,15 +50,19 @@ class Drawn:
         self._loader: Any = None
 
     def begin(self, loader: Any) -> None:
-        """Set the loader from which batches are drawn from now on; it is named in messages."""
+        """Set the loader of the loop that begins. Messages name this loader."""
         self._loader = loader
 
     def stand_at(self, record: Plain) -> None:
-        """Take over the record of the process before this one; None: another job, or it is not known."""
+        """Take over the record of the earlier process. None: there is none, or it is of a job of another size."""
         self.record = self._expected = record if isinstance(record, dict) else None
 
     def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:
-        """Record the batches of a step. Raises: DataError: other batches were drawn for this step before."""
+        """Compare and record the batches of ``step``, drawn from position ``before``.
+
+        Raises:
+            DataError: other batches were drawn for this step before.
+        """
         if self._digests is None:
             return
         found = [self._digests.digest_batch(batch) for batch in batches]
@@ -66,10 +71,15 @@ class Drawn:
         self._expected = self.record
 
     def reread(self, step: int, feed: Feed, load: Callable[[Feed], Sequence[Any]]) -> bool:
-        """Read the batches of the step before ``step`` at the begin of a loop, if they can be compared.
+        """Read and compare the batches of the step before ``step`` when a loop begins, if they can be compared.
+
+        Args:
+            step: the step at which this process begins.
+            feed: the feed of the loop.
+            load: draws the batches of one step from the feed.
 
         Returns:
-            True if they were read; the position of the feed is then after them.
+            True if the batches were read: the position of the feed is then after them.
 
         Raises:
             DataError: the batches differ from those drawn before.
@@ -94,7 +104,7 @@ class Drawn:
 
 
 def another_batch(rank: int, loader: Any, place: str) -> DataError:
-    """Return the error of a loader that gives this rank another batch at ``place`` than before."""
+    """Return the error to raise if ``loader`` gives this rank another batch for ``place`` (in words) than before."""
     sampler = getattr(loader, "sampler", None)
     name = f"the {type(loader).__name__}{'' if sampler is None else f' with a {type(sampler).__name__}'}"
     return DataError(

@@ -1,10 +1,11 @@
-"""Comparison of the dataset of this rank with those of the other ranks, and of the job that wrote the checkpoint.
+"""Comparison of this rank's dataset with those of the other ranks, and with that of the job in the checkpoint.
 
-Theory. Ranks that share a sampler must have the same dataset. With a shorter one a rank ends its epoch earlier, and
-some samples are trained on twice or never. The first rank publishes the identity of its dataset, and all others compare
-with it. This needs no collective, so a newcomer does it alone. Ranks with their own data may have other data, but not
-more of it: otherwise an epoch ends at another step on each rank, which causes one warning. A difference from the
-checkpoint may be intended (more data), so it only causes a warning.
+Theory. Ranks that share a sampler must have the same dataset. A rank with a shorter dataset would end its epoch
+earlier, and some samples would be used twice or never. The rank that first opens a loop publishes the identity of its
+dataset, and all other ranks compare theirs with it. This needs no collective, so a newcomer can compare alone. Ranks
+without a common sampler may have different data, but not different numbers of samples. Otherwise an epoch ends at
+another step on each rank, which causes one warning. A difference from the checkpoint may be intended (more data), so it
+only causes a warning.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
 LENGTHS = "holdfast/data/lengths"
-"""Key of the warning about lengths, written once in a run."""
+"""Key, in the run's key-value store, of the one warning about different numbers of samples."""
 
 
 def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: DataIdentity) -> None:
-    """Compare this dataset with that of the first rank that opened this loop.
+    """Compare this rank's dataset with that of the rank that first opened this loop.
+
+    Args:
+        loop: number of the loop over steps in the script.
+        mine: the identity of this rank's dataset.
 
     Raises:
-        UsageError: the dataset of this rank has other data.
+        UsageError: the datasets must be the same and differ.
     """
     what = "the data of the ranks was"
     other, *words = first_published(client, f"holdfast/data/{loop}", [rank, *mine], what)
@@ -42,7 +47,12 @@ def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: 
 
 
 def _tell_lengths(client: WorkerClient | None, rank: int, mine: int, other: int, theirs: int) -> None:
-    """Warn about different lengths, on the first rank that finds them."""
+    """Warn that two ranks have different numbers of samples. Only the first rank that finds a difference warns.
+
+    Args:
+        rank, mine: this rank and its number of samples.
+        other, theirs: the other rank and its number of samples.
+    """
     if mine == theirs:
         return
     found = (
@@ -55,7 +65,7 @@ def _tell_lengths(client: WorkerClient | None, rank: int, mine: int, other: int,
 
 
 def repeat_on_first(client: WorkerClient) -> None:
-    """Repeat, on rank 0 with its output on the console, the warning of another rank about lengths."""
+    """Repeat another rank's warning about numbers of samples on rank 0, whose output is on the console."""
     said = client.kv("get", (LENGTHS,)).value
     for found in json.loads(said) if said else ():
         if not found.startswith("rank 0 "):
@@ -63,7 +73,12 @@ def repeat_on_first(client: WorkerClient) -> None:
 
 
 def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
-    """Warn if the checkpoint was written by a job with another dataset; ``saved`` is its record there."""
+    """Warn if the checkpoint was written with another dataset.
+
+    Args:
+        saved: length and content of the dataset, from the checkpoint; any other value: not known.
+        now: the identity of the present dataset.
+    """
     if not isinstance(saved, list) or len(saved) != 2:
         return
     if difference := now.differs(DataIdentity(saved[0], saved[1], now.shared)):

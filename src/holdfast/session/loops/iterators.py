@@ -22,7 +22,7 @@ from holdfast.session.steps.warmup import rehearsals
 
 
 class ScriptLoops:
-    """The loops of a :class:`holdfast.session.session.Session`, which sets the attributes used here when it opens."""
+    """The methods of a :class:`holdfast.session.session.Session` that return its loops: a mixin of that class."""
 
     _adapter: Adapter
     _parts: int
@@ -44,21 +44,28 @@ class ScriptLoops:
         raise NotImplementedError
 
     def takes_loops(self) -> None:
-        """Allow any number of loops, because another library drives them."""
+        """Allow any number of loops over steps outside of epochs and phases, because another library drives them."""
         self._loops.walk.several = True
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Return the epochs that are not finished: ``for epoch in s.epochs(10): for step in s.steps(loader): ...``.
+        """Return an iterator over the numbers of the epochs that the job has not finished.
 
-        Each epoch runs once in the life of the job. The code after its loop over steps runs again only if a fault
-        interrupted this code. It then starts from the state at the end of the loop. A process that joins later begins
-        in the epoch in progress. The numbers count the epochs of the whole job, as ``step.epoch`` does.
+        Each epoch runs once in the life of the job. The code after its loop over steps runs again only if a fault has
+        interrupted that code, and then from the state at the end of the loop. A process that joins or resumes begins in
+        the epoch in progress. Epochs are numbered from 0 over the whole job, as in ``step.epoch``.
 
         Args:
-            count: total number of epochs. A larger number at a later start adds epochs.
+            count: total number of epochs of the job. A larger number at a later start adds epochs.
 
         Raises:
             UsageError: ``count`` is not a number of epochs, or differs between ranks.
+
+        Example:
+            >>> for epoch in s.epochs(10):  # doctest: +SKIP
+            ...     for step in s.steps(loader):
+            ...         with step as batch:
+            ...             train(batch)
+            ...     evaluate(model)
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise UsageError(
@@ -68,16 +75,23 @@ class ScriptLoops:
         return self._turns.run("epochs", count)
 
     def phase(self, name: str) -> Iterator[str]:
-        """Run a phase once in the life of the job: ``for _ in s.phase("warmup"): for step in s.steps(...): ...``.
+        """Return an iterator that runs a phase of the training once in the life of the job.
 
         Args:
-            name: the name of the phase in messages; the order in the script identifies a phase.
+            name: name of the phase. A phase is identified by its order in the script, so the name and the order must
+                stay the same at each start.
 
         Returns:
-            An iterator over ``name``; empty if the job has finished the phase.
+            An iterator with one item, ``name``; without items if the job has finished the phase.
 
         Raises:
-            UsageError: ``name`` is empty, or the job had another phase at this place of the script.
+            UsageError: ``name`` is empty, or the job had another phase at this point of the script.
+
+        Example:
+            >>> for _ in s.phase("warmup"):  # doctest: +SKIP
+            ...     for step in s.steps(loader, until=1000):
+            ...         with step as batch:
+            ...             train(batch)
         """
         if not isinstance(name, str) or not name:
             raise UsageError(f"s.phase({name!r}): not a name", hint='for _ in s.phase("warmup"): ...')
@@ -92,26 +106,27 @@ class ScriptLoops:
         epochs: int | None = None,
         batches: int | None = None,
     ) -> Iterator[Step]:
-        """Return the steps from the current step of the job. Use each as ``with step as batch:``.
+        """Return an iterator over the steps that the job has not done. Run each by ``with step as batch:``.
 
-        Code before a block runs again when the block does, unless guarded: ``if ... and not step.again:``. After a
-        restart of all ranks the code before the block, or after a loop, runs again with schedulers, learning rates and
-        ``state=`` from before it. Several loops need :meth:`epochs` or :meth:`phase`; in an epoch, the data is that of
-        this epoch.
+        A block may run again after a fault, and the script's code before it as well. Guard code that must run once by
+        ``if not step.again:``. After a restart of all ranks, code before the block or after the loop runs again with
+        the schedulers, learning rates and ``state=`` from before that code. A script with several loops over steps puts
+        each into :meth:`epochs` or :meth:`phase`. In an epoch, the loader gives the data of that epoch.
 
         Args:
-            loader: a DataLoader or any iterable of batches; None: the block gets None.
-            until: stop when this many updates are done; the loader is cycled (``set_epoch`` is called).
-            epochs: stop after this many passes over the loader; 1 when neither is given.
-            batches: number of the loader's batches in one step, which gets a list of them (gradient accumulation); the
-                last list of an epoch may be shorter.
+            loader: a DataLoader or any iterable of batches; None: the block gets None instead of a batch.
+            until: end the loop when the job has done this many updates. The loader is iterated as often as needed, with
+                ``set_epoch`` before each pass.
+            epochs: end the loop after this many passes over the loader. 1 if neither ``until`` nor ``epochs`` is given.
+            batches: number of the loader's batches in one step (gradient accumulation). The block gets a list of them;
+                the last list of an epoch may be shorter.
 
         Raises:
-            UsageError: neither a loader nor ``until``, a loader that cannot be iterated, or ranks that share a sampler
-                have different datasets: another length or, if the dataset is only memory, another content. A dataset
-                that is code may identify itself by an attribute ``fingerprint``, for instance the checksum of its file.
-            UsageError: a second loop outside of epochs and phases, or a loop around this one that is neither; or
-                ``enumerate`` around the steps, which counts runs of blocks.
+            UsageError: there is neither ``loader`` nor ``until``, or the loader cannot be iterated.
+            UsageError: ranks that share a sampler have datasets of different length or content. The content is compared
+                if the dataset is in memory, or has an attribute ``fingerprint`` (such as the checksum of a file).
+            UsageError: a second loop over steps outside of epochs and phases, a ``for`` loop around this call that is
+                neither of these, or ``enumerate`` around the steps, which would count runs of blocks.
             EmptyLoaderError: the loader yields no batch.
             StepError: a step was not entered by ``with``.
         """

@@ -1,23 +1,23 @@
 """The loops of a script over its steps: the next batch, and the position of the job in its loops and data.
 
 Theory. A script may have several loops one after the other. The *place* of the job is the number of the loop and the
-position of its feed. A process that starts again runs the script again: loops before the saved one yield nothing, and
+position of its feed. A process that starts again runs the script again. Loops before the saved one yield nothing, and
 the saved loop seeks its position. When the job goes back without a restart, the open loop also seeks.
 
-The process also runs the code between two loops again (a scheduler's step after an epoch), but the loaded state
-includes its effect. So learning rates, schedulers, buffers and the user's state are restored when the saved loop opens,
-as after a block that does not count. If all ranks restart between two loops, or at a step before which the script ran
-code, that code runs again from copies of the state before it (``Adapter.remember``). A script may count the end of a
-loop from the current step (``until=s.step + N``). The place therefore holds where the loop began and ends, and a
-process that joins it later uses that end.
+A restarted process also runs the code between two loops again (a scheduler's step after an epoch), although the loaded
+state already includes the effect of that code. So learning rates, schedulers, buffers and the user's state are restored
+when the saved loop opens, as after an aborted block. If all ranks restart between two loops, or at a step before which
+the script ran code, that code runs again from copies of the state before it (``Adapter.remember``). A script may count
+the end of a loop from the current step (``until=s.step + N``). The place therefore holds the steps at which the loop
+began and ends, and a process that joins the loop later uses that end.
 
 Invariants:
-1. A step that is tried again gets the same batch.
-2. A loop is left only when no recovery is under way, or when it could not go back anyway. A rank that leaves it with
-   ``break`` reports that it can no longer rewind.
-3. All ranks run the code before the block of a step on the same state. A rank that has begun the block notes this in
-   its local values, and a process that replaces this rank alone does not run the code again. If all ranks restart, or
-   go back to an earlier step, all run it again, with learning rates, schedulers and user state from before it.
+1. A step that runs again gets the same batch.
+2. A loop is left only when no recovery is under way, or when the loop could not go back anyway. A rank that leaves a
+   loop with ``break`` reports that it can no longer rewind.
+3. All ranks run the code before the block of a step on the same state. A rank that has begun the block records this in
+   its rank-local values. A process that replaces only this rank does not run the code again. If all ranks restart, or
+   go back to an earlier step, all run the code again, with learning rates, schedulers and user state from before it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _OF_THE_SCRIPT = {"own": "s.own", "attached": "what s.attach keeps"}
 
 
 def without_room(local: Mapping[str, Plain], size_bytes: int) -> str:
-    """Return the warning that the rank-local values take ``size_bytes``, more than the status page holds."""
+    """Return the warning that the encoded rank-local values, ``size_bytes`` long, do not fit on the status page."""
     largest = _largest(local)
     what, consequence = {
         "loader": ("the data loader's state", "reads the batches of that epoch again"),
@@ -85,7 +85,7 @@ def _largest(local: Mapping[str, Plain]) -> str:
 
 
 NOT_OF_LOOPS = ("begun", "drawn", RECORD)
-"""Local values of a rank that a process does not take over when it begins."""
+"""Keys of loaded rank-local values that a process does not take over into :attr:`Loops.local` when it begins."""
 
 
 class Loops:
@@ -94,15 +94,16 @@ class Loops:
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
-        parts: batches in one step: the number of ranks whose work this rank does, itself included.
-        tier: the memory tier. If it is on, the job may go back, which a loop without a feed cannot.
-        verify_data: compare the drawn batches with those drawn before.
+        parts: number of ranks whose work this rank does, itself included. Each step has as many batches here.
+        tier: the memory tier. If it is on, the job may go back to an earlier step within a loop that has a feed.
+        verify_data: compare the drawn batches with those that the earlier process drew.
 
     Attributes:
-        place: the place of the job, see the module.
+        place: the place of the job: a dict with number (``loop``), data position (``at``), bound and turns of its loop.
         walk: the position of the script among its epochs and phases.
-        local: the values of this rank alone.
-        mine: the values that the script has given for this rank alone.
+        local: the rank-local values of the last committed step.
+        mine: the rank-local values that the script sets itself: ``Session.own`` and attached objects.
+        begun: feed for the next loop, from which a spare has drawn; None: the loop makes a feed.
     """
 
     def __init__(
@@ -117,29 +118,29 @@ class Loops:
         self._parts = self._parts_then = parts
         self._tier = tier
         self._before = LoopMembers.ANOTHER_JOB
-        self._passed_over = False  # a loop was passed over, and the loop of the job has not opened yet
+        self._passed_over = False  # a finished loop was skipped, and the loop of the job has not opened yet
         self._first: Bound | None = None  # of the first loop; None: not known, or of another number of ranks
-        # That loop is over, and its end seems to be counted from the current step.
+        # The first loop is over, and its end seems to be counted from the current step.
         self._counts_from_here = False
         self._feed: Feed | None = None
-        self._others: dict[int, Feed | None] = {}  # batches of other copies, from the same loader
-        self._loader: tuple[Any, int | None] = (None, None)  # of the open loop, with the batches of a step
-        self.begun: Feed | None = None  # feed for the next loop, from which a spare has drawn
+        self._others: dict[int, Feed | None] = {}  # feeds of other model replicas, from the same loader
+        self._loader: tuple[Any, int | None] = (None, None)  # of the open loop: loader, batches in a step
+        self.begun: Feed | None = None  # see the class
         self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
         self._bound: Bound = (0, None)  # of the open loop
         self._epochs: int | None = None
         self._began: tuple[Any, dict[str, Plain]] = (
             None,
             {},
-        )  # position and local values at the start of the loop
+        )  # position and rank-local values at the start of the open loop
         self._batches = Batches(adapter)
         self._proof = Drawn(adapter, adapter.rank, verify=verify_data)
-        self._drawn, self._part = -1, 0  # the step of the batches, and the index of the next batch
-        self._given: Step | None = None  # the step that the script has now
+        self._drawn, self._part = -1, 0  # step of the drawn batches, and index of the next block
+        self._given: Step | None = None  # the step that the script has at present
         self._left_behind: Step | None = None  # the step at which the script has left its loop
         self._tried = -1  # the newest step that the script was given
-        self._after: Plain = None  # state of the loader after the step that is voted on
-        self._told = b""  # written to the page last
+        self._after: Plain = None  # ``Feed.local_state`` after the step that is voted on
+        self._told = b""  # encoded rank-local values on the status page
         self._local_too_large = False
 
     def stand_at(
@@ -150,12 +151,12 @@ class Loops:
         begun: bool = False,
         before: LoopMembers = LoopMembers.SURVIVORS,
     ) -> None:
-        """Take over the place from the loaded state.
+        """Take over the place of the job and the rank-local values from the loaded state.
 
         Args:
-            session, local: the session's plain values, and those of this rank.
-            begun: the block of the loaded step had begun.
-            before: the processes that were in the loop before.
+            session, local: plain values of the session, equal on all ranks, and rank-local values.
+            begun: the earlier process had begun the block of the loaded step.
+            before: the processes that were in the saved loop before this one.
         """
         self._before = before
         self.place = dict(session.get("place", {"loop": -1}))
@@ -167,7 +168,7 @@ class Loops:
         self._first = self.place.get("first") if world == self._adapter.world_size else None
         at = self.place.get("at")
         if at and "seen" not in at:
-            # How samples were dealt to the ranks is not known; most often in turn, so that fewer ranks drew more each.
+            # It is not known how samples were dealt to the ranks. Assume in turn: fewer ranks then draw more each.
             then = int(session.get("world", self._adapter.world_size))
             self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
         self.local = {key: value for key, value in local.items() if key not in NOT_OF_LOOPS}
@@ -177,7 +178,7 @@ class Loops:
         self._tried = int(session.get("step", 0)) - (not begun)
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """Take over the place of an earlier step without a restart, in the loop that is open."""
+        """Go back, within the open loop, to the place of an earlier step. Arguments: see :meth:`stand_at`."""
         loop, turns = self.place["loop"], self.walk.record
         self.stand_at(session, local)
         self.walk.stand_at(turns)  # the open loop stays open, and so does its turn
@@ -202,11 +203,11 @@ class Loops:
         after_block: AfterBlock,
         blocks: StepRunner,
     ) -> Iterator[Step]:
-        """Return the steps of the next loop.
+        """Return an iterator over the steps of the next loop of the script.
 
         Args:
-            batches: number of the loader's batches in one step.
-            after_block: the work after a block. The loop ends before ``until`` when all ranks have agreed to leave.
+            loader, epochs, until, batches: see ``Session.steps``; None in ``epochs`` and ``until``: no limit.
+            after_block: the work after a block. The loop ends early when all ranks have agreed to leave.
             blocks: runs the blocks of the steps.
         """
         return self._run(self.walk.next_loop(), loader, epochs, until, batches, after_block, blocks)
@@ -280,12 +281,15 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """Report that the script has left a loop early and does not return to it. A newcomer would join that loop."""
+        """Record that the script does not return to a loop that it has left early. A newcomer would join that loop."""
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
 
     def _leave(self, *, certain: bool) -> None:
-        """End the loop that the script has left, by ``break`` or perhaps by an exception that it may catch."""
+        """End the open loop, which the script has left by ``break`` or ``return``.
+
+        If this is not ``certain``, an exception may have left the loop instead: then do nothing if a fault is known.
+        """
         if certain or not (self._adapter.poisoned or self._rank.fenced):
             self.place["left"] = True
             self._tier.amend(self._rank.step)
@@ -294,7 +298,7 @@ class Loops:
                 self._forget_loop()
 
     def _allow_rewind(self) -> None:
-        """Report that the open loop can go back to where it begins."""
+        """Record that the open loop can go back to the present step, at which it begins."""
         with self._rank.changed:
             self._rank.script.allow_rewind(self._rank.step)
 
@@ -303,20 +307,20 @@ class Loops:
             self._rank.script.run_loop(unfinished=unfinished)
 
     def _forget_loop(self) -> None:
-        """Report that the open loop is over for the whole job."""
+        """Record that the open loop is over for the whole job."""
         with self._rank.changed:
             self._rank.script.end_loop()
 
     def _out_of_loop(self) -> None:
-        """Report that the script is out of the loop. After a loop that was left, no copies are restored."""
+        """Record that the script is out of the loop, either at its end or early."""
         left = self._rank.script.unfinished
         self._rank.moved(ScriptEvent.LOOP_LEFT if left else ScriptEvent.LOOP_OVER)
 
     def require_whole(self) -> None:
-        """Check the last step when the script has come back to the session.
+        """When the script calls the session again, check that it has not left its last loop in the middle of a step.
 
         Raises:
-            StepError: the script has left a loop after a block that has not committed, so that the step is missing.
+            StepError: the script has left a loop after an aborted block, so that the step would be missing.
         """
         step, self._left_behind = self._left_behind, None
         if step is not None and step.entered and not step.committed:
@@ -332,24 +336,24 @@ class Loops:
         return self._rank.script.unfinished and not self.place.get("left", False)
 
     def fall(self) -> None:
-        """Remove the record that the loop was left, because the script's own exception may have left it."""
+        """Undo the record that the loop was left by ``break``: an exception of the script has ended the session."""
         if self._rank.script.unfinished:
             self.place["left"] = False
 
     def _is_over(self, end: int | None) -> bool:
-        """Return whether the loop is at its end, or the script has left it in an unfinished epoch or phase."""
+        """Return whether the loop is over: at step ``end``, or left early in an epoch or phase that is not finished."""
         return (end is not None and self._rank.step >= end) or self.place.get("left", False)
 
     def renew(self) -> None:
-        """Keep the state of this step in memory again, because the kept one is older."""
+        """Replace the state of the present step in the memory tier, if there is one, by the present state."""
         self._tier.renew(self._rank.step)
 
     def note_turns(self) -> None:
-        """Write the finished epochs and phases into the place."""
+        """Write the record of finished epochs and phases into the place of the job."""
         self.place["turns"] = self.walk.record
 
     def require_all(self) -> None:
-        """Check at the end of the script that it has reached the place of the job. Raises: UsageError."""
+        """Check, at the end of the script, that it has reached the place of the job. Raises: UsageError: it has not."""
         unused = not self.walk.loops and self.place.get("over", False)
         if not unused and (missing := self.walk.missing(self.place["loop"])):
             raise UsageError(
@@ -358,35 +362,35 @@ class Loops:
             )
 
     def _end_loop(self) -> None:
-        """Copy the state at the end of a loop, because the code after it may run again from the same state and seed."""
+        """Copy the state, and seed random numbers, at the end of a loop. The code after the loop may run again."""
         self.place["over"] = True
         if self.walk.inside:
             self._adapter.between(self._rank.step, 0, again=True)
         self._adapter.remember(self._rank.step, whole=self.walk.inside)
 
     def pass_over(self) -> None:
-        """Skip a loop that the job has finished. The restored state already includes the effect of code after it."""
+        """Skip a loop that the job has finished. The loaded state already includes the effect of code after it."""
         if not self._passed_over:
             self._passed_over = True
             self._adapter.begin(self._rank.step)
         self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _come_in(self) -> None:
-        """Open the loop in which the job is. Undo the changes of the state by code after skipped loops."""
+        """Open the job's present loop. Undo the changes that code after skipped loops has made to the state."""
         if self._passed_over:
             self._passed_over = False
             self._adapter.abort()
         self._rank.moved(ScriptEvent.LOOP_OPENED)
 
     def _say_what_it_is(self) -> None:
-        """Write the data and bound of the open loop, and the bound of the first loop, into the place."""
+        """Write dataset and bound of the open loop, and the bound of the first loop, into the place of the job."""
         if self.place["loop"] == 0:
             self._first = self._bound
         self.place.update(data=self._data, bound=self._bound, first=self._first, over=False)
         self.note_turns()
 
     def _end_of(self, loop: int, until: int | None) -> Bound:
-        """Return where this loop began and ends. Raises: UsageError: the loop ends at another step on another rank."""
+        """Return the steps at which this loop began and ends. Raises: UsageError: another rank has another end."""
         place, here = self.place, self._rank.step
         bound = (here, until)
         if place["loop"] == loop and "bound" in place:
@@ -397,7 +401,10 @@ class Loops:
         return bound
 
     def _compare(self, feed: Feed | None, loop: int) -> list[int | str] | None:
-        """Return the known identity of this loop's data. Raises: UsageError: another rank has other data."""
+        """Compare the dataset of this loop with other ranks and the checkpoint. Return its length and content digest.
+
+        None: they are not known. Raises: UsageError: another rank that shares the sampler has another dataset.
+        """
         now = None if feed is None else feed.identity()
         if now is None:
             return None
@@ -416,7 +423,7 @@ class Loops:
         self._tell_share(at, feed.place())
 
     def _tell_share(self, then: Mapping[str, int], now: Mapping[str, int]) -> None:
-        """Warn if a step has another number of samples than before, and name the setting that restores it."""
+        """Warn if a step has another number of samples now than in the checkpoint, by the data positions of both."""
         if "share" not in then or "share" not in now:
             return
         before, here = then["share"] * self._parts_then, now["share"] * self._parts
@@ -469,7 +476,7 @@ class Loops:
                 )
 
     def _draw(self) -> bool:
-        """Draw the batches of this step, one for each rank whose work this rank does. Return False at the end."""
+        """Draw the batches of this step, one for each rank whose work this rank does. Return False if none is left."""
         if self._drawn == self._rank.step:
             return True
         before = {} if self._feed is None else self._feed.place()
@@ -482,7 +489,7 @@ class Loops:
         return bool(batches)
 
     def _draw_again(self) -> None:
-        """Draw the batches of this step again, because the block has changed them. Raises: StepError."""
+        """Draw the batches of this step again, because the block has changed them. Raises: StepError, DataError."""
         feed = self._feed
         if feed is None:
             return
@@ -497,7 +504,7 @@ class Loops:
         self._batches.again(batches)
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch of another copy of the model for this step. Raises: LookupError: no batch is known here."""
+        """Return the batch that model replica ``copy`` draws for this step. Raises: LookupError: it is not known."""
         if self._feed is None:
             return None  # the block draws its own batch
         if copy not in self._others:
@@ -530,7 +537,7 @@ class Loops:
         return batches
 
     def fill(self, step: Step) -> None:
-        """Give ``step`` the number and batch of the current step, also after the job went back."""
+        """Set number, batch and data position of ``step`` to those of the job's present step."""
         self._draw()
         step.number, step.part = self._rank.step, self._part
         step.parts = len(self._batches)
@@ -547,11 +554,11 @@ class Loops:
     # ------------------------------------------------------------------ in a step, and after it
 
     def entered(self, step: int) -> bytes | None:
-        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None.
+        """Record that the block of ``step`` has begun. Return rank-local values for the status page; None: unchanged.
 
-        These are the values that only this rank has: ``Session.own``, its loader's state, the digest of its batches.
+        These are ``Session.own``, attached objects, the loader's state and the digests of the batches.
         """
-        if self.local.get("begun") == step:  # a block that did not count may have changed these
+        if self.local.get("begun") == step:  # its aborted run may have changed these values
             self.mine.go_back(self.local)
             return None
         self.local["begun"] = step
@@ -562,9 +569,9 @@ class Loops:
         return self._payload(self.local)
 
     def foresee(self) -> bytes | None:
-        """Return the rank-local values after the coming vote for the status page, or None.
+        """Return, before the vote, the next step's rank-local values for the status page; None: unchanged.
 
-        A rank that is lost in the update can no longer report the position of its loader.
+        A rank that is lost during the update can no longer report them.
         """
         self._after = None if self._feed is None else self._feed.local_state()
         values = (
@@ -576,9 +583,9 @@ class Loops:
         return self._payload(local) if local else None
 
     def taken_over(self) -> bytes | None:
-        """Return the rank-local values with which this process begins or goes back, for its page; None: there are none.
+        """Return, for the status page, the rank-local values with which this process begins or goes back, if any.
 
-        It may be lost before its next block, and the pages of earlier processes no longer count then.
+        If this process is lost before its next block, its status page is the only source of these values.
         """
         self._told = b""
         local = dict(self.local)
@@ -587,7 +594,7 @@ class Loops:
         return self._payload(local) if local else None
 
     def note(self) -> bytes | None:
-        """Set the place of the job after this step. Return the rank-local values for the status page, or None."""
+        """Set the place of the job after this step. Return rank-local values for the status page; None: unchanged."""
         try:
             attached = self.mine.attached()
         except UsageError:  # the update is made: the error follows where the script asks for the next step
@@ -602,21 +609,21 @@ class Loops:
         return self._payload(self.local) if self.local else None
 
     def _note_counted(self) -> None:
-        """Keep what the script has counted after the block of a committed step, which is a part of that step."""
+        """Record changes of attached objects by code after a committed block, because they belong to that step."""
         attached = self.mine.attached()
         if attached and attached != self.local.get("attached"):
             self.local["attached"] = attached
             self._rank.note_local(self._payload(self.local), self._rank.step)
 
     def digests_of(self, step: int) -> list[int]:
-        """Return the digests of the batches that this rank has drawn for ``step``; empty: not known."""
+        """Return the digests of the batches that this rank has drawn for ``step``; empty: they are not known."""
         record = self._proof.record
         if record is None or record["step"] != step:
             return []
         return cast("list[int]", record["digests"])
 
     def _payload(self, local: Mapping[str, Plain]) -> bytes | None:
-        """Return the encoded values for the status page; None if they are there already, or are too large."""
+        """Return ``local`` encoded for the status page; None: the page already has these values, or has no room."""
         if self._rank.client is None or self._local_too_large:
             return None
         payload = encode_values(local, "locals")

@@ -1,17 +1,18 @@
-"""The ends of loops over steps: a loop ends at the same step on all ranks, also on one that joins it later.
+"""The ends of loops over steps: a loop must end at the same step on all ranks, even on a rank that joins it later.
 
 Theory. A script may count ``until`` from the current step (``until=s.step + 1000``, one loop per phase). A process that
-joins an open loop is at a later step than the processes that opened it. Its ``until`` is then larger, and it would
-leave the loop later than they do. So the bound of a loop, the steps at which it began and ends, is a part of the job's
-place (the position of the job in its loops and data). A process of the same run takes the end from there if its own
-``until`` is at the same distance. Any other number means that the script counts its loops in another way, so that this
-is not the open loop.
+joins an open loop is at a later step than the other processes were when they opened it. Its ``until`` is then larger,
+and it would leave the loop later than they do. So the place of the job holds the *bound* of the loop: the steps at
+which the loop began and ends. A process of the same run uses this end if its own ``until`` is as far from its current
+step as the end is from the begin. Any other ``until`` means that the script counts its loops in another way, and that
+this is not the open loop.
 
 A script may also resume as it did before Holdfast (``for epoch in range(s.step // steps_per_epoch, epochs)``), and
-leave out the loops that are over. Loops are counted, so its first loop would be taken for one that is over and yield
-nothing. The code after it (an evaluation, a scheduler's step) would run in the middle of an epoch, and each further
-loop would be taken for the one before it. This is detected by the end of its first loop: it is after the current step,
-but at another distance than that of the job's first loop.
+leave out the finished loops. Loops are identified by their number. So the first loop of such a script would be taken
+for a finished one, and yield nothing. The code after it (an evaluation, a scheduler's step) would run in the middle of
+an epoch, and each further loop would be taken for the one before it. The check compares the end of the script's first
+loop with the job's first loop. In such a script this end is after the current step, but at another distance from it
+than the length of the job's first loop.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 Bound = tuple[int, int | None]
-"""Steps at which a loop began and ends; None: it ends with its data."""
+"""Steps at which a loop began and ends; None in place of the end: the loop ends with its data."""
 
 ADVICE = "give until= a number that does not depend on s.step: s.steps(loader, until=(phase + 1) * 1000)"
 
@@ -38,19 +39,25 @@ FROM_THE_FIRST = (
     "for epoch in s.epochs(N): for step in s.steps(loader): ..."
 )
 ENDLESS = 2**62
-"""End of a loop without data that a framework drives. The framework leaves it by its own state, also in a newcomer."""
+"""End of a loop without data that a framework drives. The framework itself decides when to leave that loop."""
 
 
 class LoopMembers(Enum):
-    """The processes that were in a loop before this process."""
+    """The processes that were in the saved loop before this process."""
 
-    SURVIVORS = "survivors"  # surviving processes are in the loop now
-    THIS_RUN = "this run"  # all of its processes have started again
-    ANOTHER_JOB = "another job"  # this run continues from its checkpoint, and may mean another end
+    SURVIVORS = "survivors"  # surviving processes of this run, which are in the loop now
+    THIS_RUN = "this run"  # processes of this run, all of which have started again
+    ANOTHER_JOB = "another job"  # processes of an earlier run; the script of this run may intend another end
 
 
 def before_of(name: str, run: str, *, joining: bool) -> LoopMembers:
-    """Return which processes were in the loop before a process of ``run`` that continues from ``name``."""
+    """Return which processes were in the saved loop before this process.
+
+    Args:
+        name: directory name of the loaded checkpoint, or of another source of the state.
+        run: id of this run.
+        joining: this process replaces a lost rank of a running job.
+    """
     if joining:
         return LoopMembers.SURVIVORS
     key = attempt_key(name)
@@ -66,17 +73,18 @@ def bound_of(
     *,
     counts_from_here: bool = False,
 ) -> Bound:
-    """Return the bound of a loop that was open in the loaded state.
+    """Return the bound, in this process, of a loop that was open in the loaded state.
 
     Args:
-        loop: its number in the script.
-        here: step at which this process begins it.
-        until: the argument of the script in this process.
+        loop: number of the loop in the script.
+        here: step at which this process begins the loop.
+        until: the argument ``until`` of the script in this process.
         saved: the bound in the loaded state.
+        before: the processes that were in the loop before this one.
         counts_from_here: the end of the first loop seemed to be counted from ``here`` (:func:`counted_from_here`).
 
     Raises:
-        UsageError: survivors are in the loop and end it elsewhere; or it is another loop.
+        UsageError: survivors in the loop end it at another step, or the script did not begin with its first loop.
     """
     began, end = saved
     if until == end:
@@ -89,7 +97,7 @@ def bound_of(
     if before is LoopMembers.SURVIVORS:
         raise UsageError(f"{ends} (at step {here}): the other ranks are still in it", hint=ADVICE)
     if counts_from_here and not counted and here in saved:
-        # Here the first loop was not counted from the current step, either.
+        # The script counts neither loop from the current step.
         raise UsageError(f"{ends} (at step {here})", hint=FROM_THE_FIRST)
     if counted and end is not None and here < end:
         log.warning("holdfast: %s; if that is not meant, %s", ends, ADVICE)
@@ -99,15 +107,18 @@ def bound_of(
 
 
 def counted_from_here(here: int, until: int | None, first: Bound) -> bool:
-    """Return whether ``until`` of the script's first loop, which the job has finished, counts from the current step.
+    """Return whether the script counts ``until`` of its first loop from the current step.
+
+    The job has finished the first loop.
 
     Args:
-        here: step of this process.
-        until: the argument of the script in this process.
+        here: the current step.
+        until: the argument ``until`` of the first loop in this process.
         first: the bound of the first loop of the job.
 
     Raises:
-        UsageError: ``until`` fits neither that nor the end of ``first``: the script has begun with a later loop.
+        UsageError: ``until`` is after ``here``, but is not the end of ``first``, and its distance from ``here`` is not
+            the length of ``first``. The script has begun with a later loop.
     """
     began, end = first
     if until is None or end is None or until in (end, ENDLESS) or until <= here:
@@ -124,10 +135,14 @@ def counted_from_here(here: int, until: int | None, first: Bound) -> bool:
 def compare_bounds(
     client: WorkerClient | None, rank: int, world_size: int, loop: int, end: int | None
 ) -> None:
-    """Compare the end of a loop with that of the first rank that opened it.
+    """Compare the end of a loop with the end on the rank that opened the loop first.
+
+    Args:
+        loop: number of the loop in the script.
+        end: step at which the loop ends on this rank; None: it ends with its data.
 
     Raises:
-        UsageError: the loop of this rank ends at another step.
+        UsageError: the loop ends at another step on this rank.
     """
     peers = client if world_size > 1 else None
     what = "the ends of the ranks' loops were"
@@ -142,13 +157,15 @@ def compare_bounds(
 def compare_turns(
     client: WorkerClient | None, adapter: StateAdapter, way: str, kind: str, turns: int
 ) -> None:
-    """Compare the number of turns of a part with that of the first rank that reached it.
+    """Compare kind and number of turns of a part with those on the rank that reached the part first.
 
     Args:
         way: key of the part, see ``turn_position.py``.
+        kind: ``epochs``, or ``phase`` with its name.
+        turns: number of turns on this rank.
 
     Raises:
-        UsageError: the first rank has another number of turns.
+        UsageError: the first rank has another kind or number of turns.
     """
     mine = [kind, turns]
     peers = client if adapter.world_size > 1 else None

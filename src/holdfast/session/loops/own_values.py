@@ -1,16 +1,17 @@
-"""The values of one rank that its script has given: ``Session.own``, and objects that the script has attached.
+"""The rank-local values that the script sets: ``Session.own``, and the values of objects that the script attaches.
 
-Theory. A script counts losses and samples in an object of its own and reports them after an epoch. A replacement begins
-in the middle of that epoch with an empty object: its report covers fewer steps, or divides by zero. So the values of an
-attached object are kept with the rank-local values of a step, and put into the object that the replacement attaches
-under the same name. A block that runs again begins with the values before its first run.
+Theory. A script counts losses and samples in an object of its own, and reports them after an epoch. A replacement
+begins in the middle of that epoch with an empty object: its report would cover fewer steps, or divide by zero. So the
+values of an attached object are saved with the rank-local values of each step. They are put into the object that the
+replacement attaches under the same name. If a block is aborted and runs again, its objects get the values from before
+the first run.
 
-Most scripts make the object at the begin of each epoch. So the values also name the turn (epoch or phase) in which the
-object was attached, and they are only for an object of the same turn.
+Most scripts make the object at the start of each epoch. So the saved values also name the turn (epoch or phase) in
+which the object was attached. They are only put into an object that is attached in the same turn.
 
-Life of the data: object -> ``entries`` (at the begin of a block, at its vote, at its end, and when the script asks for
-the next step) -> status page and checkpoint -> ``go_back`` of the next process with this rank -> ``put``, when the
-script begins the steps of that turn.
+Life of the data: object -> ``entries`` (at the start of a block, at its vote, at its end, and when the script asks for
+the next step) -> status page and checkpoint -> ``go_back`` in the next process of this rank -> ``put``, when the script
+begins the steps of that turn.
 """
 
 from __future__ import annotations
@@ -25,21 +26,26 @@ from holdfast.session.loops.plain_attributes import NotPlainError, plain_copy, p
 
 
 class OwnValues:
-    """The values that the script of this rank has given.
+    """The rank-local values that the script of this rank sets.
 
     Attributes:
-        own: plain values, kept with the step that ends next; None: nothing.
+        own: the value of ``Session.own``, saved with the step that ends next; None: nothing.
     """
 
     def __init__(self) -> None:
         self.own: Plain = None
         self._objects: dict[str, tuple[str, Any]] = {}  # by name: turn, object
-        self._waiting: dict[str, Any] = {}  # by name: turn and values, until their object is put right
+        self._waiting: dict[str, Any] = {}  # by name: turn and saved values whose object is not filled yet
 
     def attach(self, name: str, item: Any, turn: str) -> None:
-        """Attach an object. Values of an earlier process are put into it when the steps of this turn begin.
+        """Attach ``item`` under ``name``. It gets values of an earlier process when the steps of ``turn`` begin.
 
-        The script may still build the object: ``meters.add_meter("lr", ...)``.
+        Until then the script may still build the object: ``meters.add_meter("lr", ...)``.
+
+        Args:
+            name: name of the object in the session.
+            item: the object.
+            turn: key of the open epoch or phase.
 
         Raises:
             UsageError: the object holds a value that is not plain.
@@ -50,17 +56,21 @@ class OwnValues:
             del self._waiting[name]
 
     def put(self) -> None:
-        """Put the waiting values into their objects. Raises: UsageError: an object has another form than before."""
+        """Put saved values into the attached objects. Raises: UsageError: an object has another form than before."""
         for name in self._waiting.keys() & self._objects.keys():
             _put(name, self._objects[name][1], self._waiting.pop(name)["values"])
 
     def entries(self, attached: Mapping[str, Any]) -> dict[str, Plain]:
-        """Return a copy of ``own``, and the values of :meth:`attached`, by kind and without empty ones."""
+        """Return the rank-local entries ``own`` (a copy) and ``attached``. An entry without values is left out.
+
+        Args:
+            attached: the result of :meth:`attached`.
+        """
         own: dict[str, Plain] = {} if self.own is None else {"own": copy.deepcopy(self.own)}
         return {**own, **({"attached": dict(attached)} if attached else {})}
 
     def attached(self) -> dict[str, Any]:
-        """Return turn and values of each attached object by name. Raises: UsageError: a value is not plain."""
+        """Return turn and present values of each attached object, by name. Raises: UsageError: a value is not plain."""
         now = {
             name: {"turn": turn, "values": _values_of(name, item)}
             for name, (turn, item) in self._objects.items()
@@ -68,7 +78,7 @@ class OwnValues:
         return {**now, **self._waiting}
 
     def go_back(self, entries: Mapping[str, Plain]) -> None:
-        """Take over the values of :meth:`entries`. Those of objects that are not attached yet wait for them."""
+        """Take over saved ``entries`` (:meth:`entries`). Values are kept until their object is attached."""
         self.own = copy.deepcopy(entries.get("own"))
         attached: Any = entries.get("attached", {})
         turns = {name: turn for name, (turn, _) in self._objects.items()}

@@ -1,17 +1,18 @@
-"""Plain values in the attributes of an object, as a copy that can be encoded and put back into the same containers.
+"""Copies of the plain values in an object's attributes, which can be encoded and later put back into an object.
 
 Theory. Scripts count in objects of their own: an ``AverageMeter``, a dict of sums, a deque of the last losses. Their
-values are None, numbers and texts, in lists, deques, tuples, dicts, and objects with such attributes. A copy of the
-values has no class and no code in it, so it can be sent and saved. It is put back into the live object: containers and
-objects stay the same ones, and a ``defaultdict`` makes the entries that it lacks.
+values are None, numbers and strings, in lists, deques, tuples, dicts, and objects with such attributes. A copy of the
+values contains no class and no code, so it can be sent and saved. The values are put back into a live object: its
+containers and inner objects stay the same Python objects. A ``defaultdict`` makes missing entries by its factory.
 
-A copy consists of dicts, lists and single values. A tuple in it is marked content: ``("object", attributes)``,
-``("tuple", items)`` or ``("scalar", (dtype, number))`` for a number of NumPy, as schedules hold them.
+A copy consists of dicts, lists and single values. A tuple in the copy marks other kinds of content:
+``("object", attributes)``, ``("tuple", items)``, or ``("scalar", (dtype, number))`` for a NumPy number, as schedules
+have them.
 
 Invariants:
 1. ``put_back(live, plain_copy(live))`` changes nothing.
-2. A value that is not plain is named by its path. Attributes that do not count are left out: functions, classes,
-   modules, members of enumerations, paths, loggers, devices and dtypes.
+2. An error names the path of a value that is not plain. Constant attributes are left out: functions, classes, modules,
+   members of enumerations, paths, loggers, devices and dtypes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 
 VALUES_MAX = 20_000
-"""The most values in one copy: more are data of the script."""
+"""Largest number of values in one copy. An object with more values holds data, not counters."""
 DEPTH_MAX = 32
 _SINGLE = (bool, int, float, str)
 _SCALARS = {np.dtype(code).name: np.dtype(code).type for code in "?bBhHiIqQefd"}
@@ -41,17 +42,18 @@ _CONSTANT_OF_TORCH = ("device", "dtype")
 
 
 class NotPlainError(Exception):
-    """A value is not made of plain values, or of too many. The text names its path and says what it is."""
+    """The error for a value that has no plain copy. Its text names the path and the type of the value."""
 
 
 def plain_copy(value: Any, *, objects: bool) -> Any:
-    """Return a copy of ``value`` that consists of plain values.
+    """Return a copy of ``value`` that consists of dicts, lists and single values (see the module).
 
     Args:
-        objects: accept tuples, and objects with attributes.
+        value: the value to copy.
+        objects: also accept tuples, NumPy numbers, dicts with int keys, and objects with attributes.
 
     Raises:
-        NotPlainError: names the first value that is not plain, as a path from ``value``.
+        NotPlainError: a value is not plain; the error names the first one by its path from ``value``.
 
     Example:
         >>> plain_copy({"loss": deque([0.5])}, objects=False)
@@ -95,16 +97,21 @@ def _is_constant(value: Any) -> bool:
 
 
 def _has_values_elsewhere(value: Any) -> bool:
-    """Return whether an object holds values beside its attributes: a tensor, an array, a subclass of a container."""
+    """Return whether an object has data outside of its attributes: a tensor, an array, or a subclass of a container."""
     kinds = (list, dict, tuple, set, frozenset, bytes, bytearray, int, float, str, deque)
     return isinstance(value, kinds) or hasattr(value, "__array__") or hasattr(value, "__next__")
 
 
 def put_back(live: Any, kept: Any, path: str = "") -> Any:
-    """Return the values of the copy ``kept``, in the containers and objects of ``live`` where it has them.
+    """Put the values of the copy ``kept`` into ``live``. Return ``live``, or a new value if ``live`` cannot take them.
+
+    Args:
+        live: the object to fill. Its containers and inner objects are reused.
+        kept: a result of :func:`plain_copy`.
+        path: path of ``live`` from the outermost object, for errors.
 
     Raises:
-        NotPlainError: the copy has an object at a place where ``live`` has none, and cannot make one.
+        NotPlainError: ``kept`` has an object at a path where ``live`` has none, and none can be made.
     """
     if isinstance(kept, tuple):
         kind, content = kept
@@ -138,7 +145,13 @@ def _fill(
     *,
     all_of_it: bool,
 ) -> None:
-    """Put values into a dict or the attributes of an object; ``all_of_it``: it holds no other keys afterwards."""
+    """Put the copied values ``kept`` into ``into``, a dict or the attributes of an object.
+
+    Args:
+        factory: the factory of a ``defaultdict``, which makes a missing container or object; None: there is none.
+        place: returns the path of a key, for errors.
+        all_of_it: remove all other keys from ``into``.
+    """
     before = dict(into)
     if all_of_it:
         into.clear()

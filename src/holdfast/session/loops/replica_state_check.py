@@ -1,19 +1,21 @@
 """Comparison of the user's state, the buffers and the first batches between ranks, with one warning per difference.
 
-Theory. A checkpoint holds the user's state and the buffers once, and the replacement of a lost rank gets those of
-another rank. If a rank keeps different values there (its environment, its own losses, buffers that DDP does not
-broadcast), a fault would silently replace them by those of another rank. So each rank publishes digests after its first
-step, and the first rank compares them after the next step. By then every rank has voted again, and so has published.
-Only ranks that hold the same tensors of the model are compared, as only these can replace each other. Only items that a
-rank holds whole are compared. A variable that is not saved (a counter of the script) can decide on a change of the
-user's state: a replacement then changes it at other steps than the others. So the user's state is compared again at the
-end, before the last save: the vote of that save comes after all ranks have published.
+Theory. A checkpoint holds the user's state and the buffers once, and the replacement of a lost rank gets the values of
+another rank. If a rank keeps values of its own there (its environment, its own losses, buffers that DDP does not
+broadcast), a fault would silently replace them. So each rank publishes digests after its first step, and rank 0
+compares them after the next step. By then every rank has voted again, and so has published. Only ranks that hold the
+same tensors of the model are compared, because only these can replace each other. Only items that a rank holds
+completely are compared.
 
-The first rank reads all digests in one message. A rank whose names would take too much of it publishes one digest of
-all buffers and one of all items instead.
+A variable that is not saved (a counter of the script) may decide when the user's state changes. A replacement then
+changes the state at other steps than the other ranks. So the user's state is compared again at the end, before the last
+save. The vote of that save comes after all ranks have published.
 
-Ranks that train different copies of the model should train on different data. If all of them have drawn the same batch
-for the same step, no sampler shares the data, and each sample counts several times.
+Rank 0 reads the digests of all ranks in one message. If the names of a rank take too much room in it, the rank
+publishes one digest of all buffers and one of all items instead.
+
+Ranks that train different replicas of the model should train on different data. If all replicas have drawn the same
+batch for the same step, no sampler divides the data, and each sample counts several times.
 """
 
 from __future__ import annotations
@@ -41,17 +43,24 @@ log = logging.getLogger("holdfast")
 PREFIX = "state."
 END = "holdfast/state/end"
 SAID_SIZE_BYTES_MAX = FRAME_SIZE_BYTES_MAX // 2
-"""Limit of the digests of all ranks together, which come in one message."""
+"""Largest size in bytes of the published digests of all ranks together, which are read in one message."""
 Said = tuple[str, dict[str, str], dict[str, str], list[int]]
-"""The published digests of a rank.
+"""The digests that a rank publishes.
 
-In this order: which part of the model it holds, a digest by item of the user's state, a digest by buffer, and the copy
-of the model with the digests of the batches of its first step (empty if no loader draws them).
+In this order: a digest of the names of its tensors, digests of the items of the user's state by name, digests of the
+buffers by name, and a list. The list has the number of the rank's model replica and the digests of the batches of its
+first step. It is empty if no loader draws batches.
 """
 
 
 class ReplicaStateCheck:
-    """Compares the user's state of all ranks, at the first steps of the job and at its end."""
+    """The comparison of the user's state between all ranks, at the first steps of a process and at the end of the job.
+
+    Args:
+        adapter: the framework.
+        client: the connection to the agent; None: nothing is compared.
+        state: the user's state by name. An item with a true attribute ``may_differ`` is left out.
+    """
 
     def __init__(self, adapter: StateAdapter, client: WorkerClient | None, state: Mapping[str, Any]) -> None:
         self._adapter = adapter
@@ -59,13 +68,13 @@ class ReplicaStateCheck:
         self._peers = None if client is None or adapter.world_size == 1 else client
         self._client = None if self._peers is None or self._peers.joining else client
         self._key = self._key_at_end = ""
-        self._named: set[str] = set()  # items that differ from the beginning
+        self._named: set[str] = set()  # items that differed at the first steps
 
     def committed(self, drawn: Sequence[int]) -> None:
-        """Publish the digests after the first committed step, and compare them after the second.
+        """Publish this rank's digests after its first committed step. After the second, compare all digests on rank 0.
 
         Args:
-            drawn: digests of the step's batches; empty if they are not known.
+            drawn: digests of the batches of the step; empty: they are not known.
         """
         client, adapter = self._client, self._adapter
         if client is None:
@@ -104,7 +113,7 @@ class ReplicaStateCheck:
                 )
 
     def publish_end(self) -> None:
-        """Publish the digests of the user's state at the end of the job."""
+        """Publish this rank's digests of the user's state at the end of the job."""
         self._key_at_end = ""
         if self._peers is None:
             return
@@ -118,7 +127,7 @@ class ReplicaStateCheck:
         self._publish(self._peers, self._key_at_end, (part, items, {}, []))
 
     def compare_end(self) -> None:
-        """Compare what all ranks have published at the end of the job, on the first rank."""
+        """On rank 0, compare the digests that all ranks have published at the end of the job. Warn of differences."""
         if self._peers is None or not self._key_at_end or self._adapter.rank:
             return
         for name in differing(
@@ -137,12 +146,15 @@ class ReplicaStateCheck:
 
 
 def published(client: WorkerClient, key: str) -> list[Said]:
-    """Return what the ranks have published under ``key``."""
+    """Return the digests that the ranks have published under ``key``."""
     return [json.loads(words) for words in client.kv("get", (key,)).value.decode().splitlines()]
 
 
 def spoken(said: Said, size_bytes_max: int) -> bytes:
-    """Return the line that this rank publishes, without the names if they would take more than ``size_bytes_max``."""
+    """Return the line of JSON that this rank publishes.
+
+    If the line would be longer than ``size_bytes_max``, one digest replaces all names of items, and one all buffers.
+    """
     line = f"{json.dumps(said)}\n".encode()
     if len(line) <= size_bytes_max:
         return line
@@ -156,10 +168,10 @@ def _together(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def all_alike(drawn: Sequence[Sequence[int]]) -> int:
-    """Return the number of copies of the model if all have drawn the same batches; 0: they have not, or unknown.
+    """Return the number of model replicas if all have drawn the same batches; 0: they have not, or it is not known.
 
     Args:
-        drawn: of each rank: the number of its copy, and the digests of the batches of one step.
+        drawn: for each rank, the number of its replica, followed by the digests of its batches of one step.
     """
     if not all(drawn):
         return 0
@@ -171,7 +183,17 @@ def all_alike(drawn: Sequence[Sequence[int]]) -> int:
 def digests(
     adapter: StateAdapter, collected: Collected, left_out: Set[str]
 ) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Return a digest of the names of this rank's tensors, and those of each item of user state and of each buffer."""
+    """Return the digests of one rank's state.
+
+    Args:
+        adapter: the framework.
+        collected: the state.
+        left_out: names of items of the user's state that are not compared.
+
+    Returns:
+        A digest of the names of the rank's tensors, digests of the items of the user's state by name, and digests of
+        the buffers by name.
+    """
     state = collected.values.get("state", {})
     compared = {name: value for name, value in state.items() if name not in left_out}
     totals = {name: xxhash.xxh3_64(encode_values(value, name)) for name, value in compared.items()}
@@ -191,7 +213,11 @@ def digests(
 
 
 def differing(said: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """Return the names whose digests differ between ranks that hold the same part of the model."""
+    """Return the names whose digests differ between ranks that hold the same part of the model.
+
+    Args:
+        said: for each rank, the digest of the names of its tensors, and its digests by name.
+    """
     seen: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for part, items in said:
         for name, digest in items.items():

@@ -1,11 +1,13 @@
-"""Facts read from the code of the script: whether a call is in a ``for`` loop or counted, and how a loop is left.
+"""Facts read from the script's bytecode: whether a call is in a ``for`` loop or ``enumerate``, and how a loop is left.
 
-Theory. The code of a Python function shows its loops: ``FOR_ITER`` is at the head of a loop, and its target is after
-the loop. A frame shows its current instruction. Only frames up to the one that entered the session are inspected, and
-no loop around the session itself: such a loop makes a session in each turn. A generator is closed where the iterator of
-its loop is dropped. After ``break`` and ``return`` a separate instruction does this, after an exception the raising
-instruction. An instruction also has its position in the source: a call whose position includes that of another call
-takes the result of the other one.
+Theory. The bytecode of a Python function shows its ``for`` loops: the instruction ``FOR_ITER`` is at the head of a
+loop, and its jump target is after the loop. A frame has the offset of its current instruction, so a comparison shows
+whether the frame is in a loop. Frames are inspected from the caller up to the frame that entered the session. A loop
+around the session itself is ignored, because it makes a new session in each pass.
+
+A generator is closed when the iterator of its loop is dropped. After ``break`` and ``return`` a separate instruction
+drops it; after an exception the current instruction is the one that raised. Each instruction also has its range in the
+source text. If the range of one call contains the range of another, the outer call takes the result of the inner one.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from types import FrameType
 
 
 def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> bool:
-    """Return whether ``caller`` makes its call in a loop.
+    """Return whether the current call of ``caller`` is in a ``for`` loop of the script.
 
     Args:
-        entered_by: the frame that has entered the session, and its instruction at that time; None: not known. False is
-            returned if that frame does not call ``caller``.
+        caller: the frame that calls a method of the session.
+        entered_by: the frame that has entered the session, and the offset of its instruction at that time; None: not
+            known. The result is False if it is not known, or if that frame is not among the callers of ``caller``.
     """
     if entered_by is None:
         return False
@@ -38,19 +41,19 @@ def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> boo
 
 
 def counted(caller: FrameType) -> bool:
-    """Return whether ``caller`` gives the result of the call that it makes to ``enumerate``, or to a call in it."""
+    """Return whether the current call of ``caller`` is within the arguments of a call of ``enumerate``."""
     code = list(dis.get_instructions(caller.f_code))
     begun = [each for each in code if each.offset <= caller.f_lasti]
-    first, last = _extent(begun[-1])  # the call itself: a frame can also show one of the caches behind it
+    first, last = _extent(begun[-1])  # the call itself: ``f_lasti`` may also be in a cache entry after it
     counters = {_extent(each)[0] for each in code if each.argval == "enumerate"}
     return any(begin in counters and begin < first and last < end for begin, end in map(_extent, code))
 
 
 def leaves(caller: FrameType) -> bool:
-    """Return True if ``break`` or ``return`` ends the loop over a generator; False after an exception, or if unknown.
+    """Return True if ``break`` or ``return`` ends a loop over a generator; False: an exception does, or not known.
 
     Args:
-        caller: the frame with the loop, which is just closing the generator.
+        caller: the frame with the loop, which is now closing the generator.
     """
     code = dis.get_instructions(caller.f_code)
     return any(each.offset == caller.f_lasti and each.opname in ("POP_TOP", "POP_ITER") for each in code)
@@ -65,7 +68,7 @@ _Place = tuple[int, int]  # line and column
 
 
 def _extent(instruction: dis.Instruction) -> tuple[_Place, _Place]:
-    """Return the first and last place of an instruction in the source; Python can be set to keep no columns."""
+    """Return start and end of an instruction in the source. Both are (0, 0) if Python was set to keep no columns."""
     at = instruction.positions
     if at is None or None in at:
         return (0, 0), (0, 0)

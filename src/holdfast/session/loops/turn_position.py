@@ -2,19 +2,19 @@
 
 Theory. A *part* is one ``s.epochs(N)`` or one phase. A *turn* is one epoch, or the one run of a phase. A process that
 starts again runs the script again, and must skip the turns that the job has finished. So each part has a key, its
-*way*: the path of numbers that leads through the enclosing parts and turns to this part. The record of a part holds two
-values: how many of its turns the whole job has finished, and the number of the next loop over steps. With these values
-a process begins in the middle as if it had run from the start. The loops over steps are numbered in the order of the
-script. Skipped loops are also counted.
+*way*: the path of numbers that leads through the enclosing parts and turns to this part. Each part has a record with
+two main values: the number of its turns that the whole job has finished, and the number of the next loop over steps.
+With these values a process begins in the middle as if it had run from the start. The loops over steps are numbered in
+the order of the script. Skipped loops are also counted.
 
 A *slot* is a place for one loop over steps: the session outside of all parts, or one turn. A slot has only one loop,
 because the session could not skip the code between two loops.
 
-Life of the data: the record is made in a running job, and is a part of the place of the job in each saved and served
-state (``place["turns"]``). Records of parts inside a turn are dropped when that turn has ended.
+Life of the data: records are made in a running job. They are a part of the place of the job in each state that is
+saved or given (``place["turns"]``). Records of parts inside a turn are dropped when that turn has ended.
 
 Invariants:
-1. The record is never changed, only replaced, because another thread may be writing it.
+1. A record is never changed, only replaced, because another thread may be encoding it for a save.
 2. ``passed``, the number of finished turns, rises by one with each turn that the whole job has finished. It never falls
    in one process.
 """
@@ -36,11 +36,13 @@ IDIOM = (
 
 
 class LoopSlot:
-    """A slot for one loop over steps: the session, or one turn of a part.
+    """A slot for one loop over steps: the session outside of all parts, or one turn of a part.
 
     Attributes:
         way: key of the turn; empty for the session.
-        title: its name in messages.
+        title: name of the slot in messages.
+        parts: number of parts that the script has begun in this slot.
+        has_loop: the script has begun a loop over steps in this slot.
     """
 
     def __init__(self, way: str, title: str) -> None:
@@ -51,15 +53,15 @@ class LoopSlot:
 
 
 class ScriptPart:
-    """A part of the script that is being run.
+    """A part of the script (``s.epochs(N)`` or a phase) that the script is running.
 
     Attributes:
-        way: its key.
-        kind: ``epochs``, or ``phase`` and its name.
-        turns: number of its turns in all.
+        way: key of the part.
+        kind: ``epochs``, or ``phase`` with its name.
+        turns: total number of turns of the part.
         done: number of turns that the whole job has finished.
         closed: the script has left the part, by ``break`` or an exception.
-        slot: the slot of the open turn.
+        slot: the slot of the open turn; None between two turns.
     """
 
     def __init__(self, way: str, kind: str, turns: int, done: int) -> None:
@@ -77,11 +79,11 @@ class ScriptPart:
 
 
 class TurnPosition:
-    """The position in the script of one session.
+    """The position of the script of one session among its parts, turns and loops over steps.
 
     Attributes:
-        loops: number of loops over steps so far, including those that were skipped.
-        several: another library runs its loops here, so a slot may have any number of them.
+        loops: number of loops over steps so far, including skipped ones.
+        several: another library drives the loops, so a slot may have any number of them.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,7 @@ class TurnPosition:
 
     @property
     def record(self) -> Record:
-        """The record for the place of the job."""
+        """The number of finished turns and the records of all parts, for the place of the job."""
         return {"passed": self._passed, "parts": dict(self._record)}
 
     @property
@@ -106,16 +108,16 @@ class TurnPosition:
         return self._passed
 
     def stand_at(self, record: Mapping[str, Any] | None) -> None:
-        """Use the loaded record as the position of the job; None: the job had no parts."""
+        """Take over :attr:`record` from the loaded state; None: the job had no parts."""
         record = record or {}
         self._record = dict(record.get("parts", {}))
         self._passed = int(record.get("passed", 0))
 
     def missing(self, loop: int) -> str:
-        """Return the name of a part or loop that the job has reached and this script has not; empty: none.
+        """Return the name of a part or loop that the job has reached and this script has not; empty: there is none.
 
         Args:
-            loop: number of the last loop of the job.
+            loop: number of the newest loop over steps that the job has opened.
         """
         unseen = [each for way, each in self._record.items() if way not in self._seen]
         if unseen:
@@ -128,7 +130,7 @@ class TurnPosition:
 
     @property
     def slot(self) -> LoopSlot:
-        """The slot in which the script is."""
+        """The slot in which the script is: the open turn, or the session."""
         inner = self._open[-1].slot if self._open else None
         return inner or self._bottom
 
@@ -144,11 +146,11 @@ class TurnPosition:
 
     @property
     def left(self) -> ScriptPart | None:
-        """The innermost part, if the script has left that part; otherwise None."""
+        """The innermost open part if the script has left that part by ``break`` or an exception; otherwise None."""
         return self._open[-1] if self._open and self._open[-1].closed else None
 
     def next_loop(self) -> int:
-        """Return the number of the loop over steps that the script begins.
+        """Count the loop over steps that the script begins, and return its number.
 
         Raises:
             UsageError: the script has already had a loop over steps in the same turn, or in the session outside of all
@@ -189,11 +191,11 @@ class TurnPosition:
         return part
 
     def _goes_further(self, known: Mapping[str, Any], turns: int) -> bool:
-        """Return whether a part that was finished, and not left early, has more turns now."""
+        """Return whether a finished part, which was not left early, has more turns in the present script."""
         return bool(known["done"] == known["turns"] < turns)
 
     def begin(self, part: ScriptPart, step: int) -> int:
-        """Begin a turn of the part. Return the step at which the job began that turn."""
+        """Begin the next turn of ``part`` at ``step``. Return the step at which the job began that turn."""
         known = self._record.get(part.way)
         part.slot = LoopSlot(f"{part.way}.{part.done}.", part.title)
         if known is None or known["done"] != part.done or known["over"]:
@@ -202,7 +204,7 @@ class TurnPosition:
         return int(known["step"])
 
     def end(self, part: ScriptPart, step: int) -> None:
-        """Record that the whole job has finished the open turn."""
+        """Record that the whole job has finished the open turn of ``part`` at ``step``."""
         inside = f"{part.way}."
         self._record = {way: each for way, each in self._record.items() if not way.startswith(inside)}
         self._passed += 1
@@ -211,7 +213,7 @@ class TurnPosition:
         self._write(part, step, over=part.closed or part.done >= part.turns)
 
     def leave(self, part: ScriptPart) -> None:
-        """Close the part, which has no further turn."""
+        """Remove ``part`` from the open parts, because it has no further turn."""
         self._open.remove(part)
 
     def _write(self, part: ScriptPart, step: int, *, over: bool) -> None:

@@ -1,22 +1,23 @@
 """The turns of epochs and phases: which turns the script runs, and when a turn is finished.
 
 Theory. The code after the loop over steps in an epoch (an evaluation, a file of the epoch) belongs to the epoch. An
-epoch is finished when all ranks have run that code; only then the next one begins. All ranks agree on this with one
-vote. Until the vote, the state of the job is that of the end of the loop, from the copies that were made there. If a
-rank is lost meanwhile, a newcomer runs the rest of the epoch again, and the other ranks wait at its end. After the vote
-no rank runs it again.
+epoch is finished when all ranks have run that code. Only then the next epoch begins. All ranks agree on the end of the
+epoch with one vote. Until the vote, a saved or given state is that of the end of the loop, from copies that were made
+there. If a rank is lost before the vote, a newcomer runs the code after the loop again, and the other ranks wait at the
+end of the epoch. After the vote no rank runs that code again.
 
-A vote may complete on one rank and break on another. Then the decision of the controller says whether the turn counts.
-Each rank answers the fence with the number of turns that it knows to be finished. The highest number holds, because
-that rank has seen the vote of all (``Settled.turns``, ``Settle.turns``).
+A vote may complete on one rank and break on another. Then the controller decides whether the turn is finished. Each
+rank answers the fence with its known number of finished turns. The highest number is right, because the rank with that
+number has seen the votes of all ranks (``Settled.turns``, ``Settle.turns``).
 
-``break`` out of a part ends it for the job. A closed generator cannot distinguish this from an exception, so the ranks
-agree on the end when the script next calls the session. After an exception the script makes no further call.
+``break`` out of a part ends that part for the job. A generator that is closed cannot distinguish ``break`` from an
+exception. So the ranks agree on the end of the part when the script next calls the session. After an exception the
+script makes no further call.
 
 Invariants:
 1. All ranks of a generation end the same turns at the same steps.
-2. While a turn is not agreed on, the state that is saved or given precedes the code after its loop.
-3. A state with one number of turns is never joined to ranks with another number.
+2. Until the ranks agree on the end of a turn, a saved or given state is from before the code after the turn's loop.
+3. A process whose loaded state has another number of finished turns than the ranks of the job never joins them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,12 @@ class Turns:
         self._after_block = after_block
 
     def run(self, kind: str, turns: int) -> Iterator[int]:
-        """Yield the turns of a part that the job has not finished."""
+        """Yield the numbers of the turns of a part that the job has not finished.
+
+        Args:
+            kind: ``epochs``, or ``phase`` with its name.
+            turns: total number of turns of the part.
+        """
         self.close()
         walk = self._loops.walk
         part = walk.enter(kind, turns)
@@ -87,7 +93,7 @@ class Turns:
         self._pass_over()
 
     def close(self) -> None:
-        """End the parts that the script has left, now that it has come back to the session."""
+        """End the parts that the script has left early. Called when the script next calls the session."""
         self._loops.require_whole()
         walk = self._loops.walk
         while (part := walk.left) is not None:
@@ -107,12 +113,16 @@ class Turns:
         rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
-        """Record, if the job has begun a later loop, that the restored state includes the effect of code before it."""
+        """If the job has opened a later loop, skip the code before that loop: its effect is in the loaded state."""
         if self._loops.place["loop"] >= self._loops.walk.loops:
             self._loops.pass_over()
 
     def _end(self, part: ScriptPart) -> None:
-        """Wait until all ranks have finished the open turn. Does not return if they have agreed to leave."""
+        """Wait until all ranks have finished the open turn of ``part``.
+
+        Raises:
+            SystemExit: all ranks have agreed to leave the job.
+        """
         rank = self._rank
         if self._after_block.exit_agreed:
             raise SystemExit(0)
@@ -127,7 +137,7 @@ class Turns:
         rank.moved(ScriptEvent.TURN_DONE)
 
     def _is_done(self) -> bool:
-        """Vote on the end of the turn. Return True if all ranks have finished it, False after a recovery."""
+        """Vote on the end of the open turn. Return True if all ranks have finished the turn, False after a recovery."""
         rank = self._rank
         rank.join()  # a newcomer has run the code after the loop before it joins
         rank.moved(ScriptEvent.TURN_ENDED)
@@ -144,6 +154,6 @@ class Turns:
         if rank.await_turns() > known:
             return True
         if not isinstance(self._adapter, KnowsWeights) or self._adapter.holds_weights():
-            rank.moved(ScriptEvent.RETURNED)  # otherwise the state from before is gone
+            rank.moved(ScriptEvent.RETURNED)  # otherwise the state of the end of the loop is gone
         rank.await_resume()
         return False

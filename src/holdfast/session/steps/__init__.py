@@ -1,6 +1,6 @@
 """The steps of a session: running a block, voting on its update, and checking that it can run again.
 
-``step`` runs a block, ``participant`` is the rank's side of the step protocol, ``voting`` casts and counts votes.
-``block_proof`` finds blocks that compute other results when they run again. ``replica_check`` finds ranks whose copies
-of the state differ.
+Module ``step`` runs a block, ``participant`` is the rank's side of the step protocol, ``voting`` casts and counts
+votes. Module ``block_proof`` finds blocks that compute other results when they run again. Module ``replica_check``
+finds ranks whose copies of the state differ.
 """

@@ -1,9 +1,9 @@
-"""Several batches of the loader for one step: gradient accumulation.
+"""Gradient accumulation: steps that take several batches of the loader.
 
-Theory. The gradients that are added up over several batches belong to one step of the job: after a fault all of it runs
-again, or nothing. So the step gets all of its batches at once, in a list. Its position in the data is after the last of
-them. Where the length of an epoch is known, its last step may have fewer batches. Where the length is not known, a step
-may reach into the next epoch.
+Theory. The gradients that a block adds up over several batches belong to one step. After a fault, either all of these
+batches are computed again or none. So the block gets a list of all batches of its step. The position of the step in the
+data is after the last batch of the list. If the length of an epoch is known, the last list of an epoch may be shorter.
+Otherwise a list may continue into the next epoch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from holdfast.frameworks.common.state_tree import Plain
 
 
 def grouped(feed: Feed, batches: int | None) -> Feed:
-    """Return a feed that draws lists of ``batches`` batches; None: ``feed`` itself, one batch at a time."""
+    """Return a feed that draws lists of ``batches`` batches from ``feed``. If ``batches`` is None, return ``feed``."""
     return feed if batches is None else AccumulatingFeed(feed, batches)
 
 
 def checked_count(batches: int | None, loader: Any) -> int | None:
-    """Return the checked argument ``batches`` of ``steps``. Raises: UsageError."""
+    """Return ``batches`` of ``Session.steps`` after a check. Raises: UsageError: no positive int, or no loader."""
     if batches is None:
         return None
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1 or loader is None:
@@ -37,7 +37,7 @@ class AccumulatingFeed:
     """A feed (:class:`holdfast.frameworks.common.adapter.Feed`) that draws lists of batches.
 
     Args:
-        feed: gives single batches.
+        feed: the feed of single batches.
         batches: number of batches in one list, 1 or more.
     """
 
@@ -48,7 +48,7 @@ class AccumulatingFeed:
         self.epoch, self.last_in_epoch = feed.epoch, feed.last_in_epoch
 
     def draw(self, epochs: int | None = None) -> list[Any]:
-        """Return the next list of batches. Raises: StopIteration: ``epochs`` epochs are over."""
+        """Return the next list of batches. Raises: StopIteration: ``epochs`` epochs are over (None: no limit)."""
         drawn = [self._feed.draw(epochs)]
         self.epoch = self._feed.epoch
         try:
@@ -60,7 +60,7 @@ class AccumulatingFeed:
         return drawn
 
     def place(self) -> Mapping[str, int]:
-        """Return the position after the last batch drawn; ``share`` counts the samples of a step."""
+        """Return the position after the last batch drawn. Its entry ``share`` is the number of samples in a step."""
         at = self._feed.place()
         return {**at, "share": at["share"] * self._batches} if "share" in at else at
 
@@ -69,13 +69,13 @@ class AccumulatingFeed:
         self._feed.seek(place, local)
 
     def local_state(self) -> Plain:
-        """Return the part of the position that only this rank knows, or None."""
+        """Return the part of the position that only this rank knows; None: there is no such part."""
         return self._feed.local_state()
 
     def identity(self) -> DataIdentity | None:
-        """Return the identity of the dataset."""
+        """Return the identity of the dataset; None: it is not known."""
         return self._feed.identity()
 
     def close(self) -> None:
-        """Stop loader workers."""
+        """Stop the worker processes of the loader."""
         self._feed.close()

@@ -1,20 +1,20 @@
-"""The batches of one step, given to its block in the same condition each time it runs.
+"""The batches of one step, given to its block with the same content at each run of the block.
 
-Theory. A block may take something out of its batch (``batch.pop("labels")``) or write into it in place. The block runs
-again after a fault and after a rehearsal, and must begin with the same data. So each run gets new containers. The
-tensors in them are the loader's as long as the block does not write into them. Each tensor is marked when it is given,
-and torch counts writes. The places in a batch where blocks write are recorded. The block gets a copy of a tensor in
-such a place, and in a place that was not seen before. A block that writes only sometimes may change a batch before its
-write is recorded. Then the batch is taken from the loader again, and so is a batch with objects that are neither
-containers nor tensors.
+Theory. A block may remove an entry of its batch (``batch.pop("labels")``) or write into a tensor of it. The block runs
+again after a fault and after a rehearsal, and must begin with the same data. So each run gets new containers. They hold
+the loader's own tensors where the block does not write. :class:`Batches` records the places in a batch where blocks
+write: each given tensor has a mark, which changes with a write. The block gets a copy of each tensor in such a place,
+and in a place that was not seen before. A block that writes only sometimes may change a tensor of the loader before
+that place is recorded. The batch is then drawn from the loader again. A batch is also drawn again if it has objects
+that are neither containers nor tensors.
 
-With fewer ranks than at the begin of the job, a step has several blocks, each with its own batch. Block ``part`` of a
+With fewer ranks than at the start of the job, a step has several blocks, each with its own batch. Block ``part`` of a
 step gets batch ``part``.
 
 Invariants:
-1. :meth:`Batches.give` returns the data that the loader drew, or :meth:`Batches.spoiled` was true before.
-2. A tensor that the block is known to write is never the loader's own. What a loader gives again in its next epoch
-   therefore does not depend on how often a block ran.
+1. :meth:`Batches.give` returns the data that the loader drew, unless :meth:`Batches.spoiled` was true before the call.
+2. If a block is known to write into a tensor, it gets a copy and never the loader's own tensor. The data of the next
+   epoch therefore does not depend on the number of runs of a block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.frameworks.common.optional_abilities import MarksTensors
 
 
 class _Given(NamedTuple):
-    """A tensor that a block was given, with its mark at that moment."""
+    """A tensor that a block was given, its place in the batch, and its mark when it was given."""
 
     place: Place
     tensor: Any
@@ -42,28 +42,28 @@ class Batches:
     """The batches of the steps of one loop.
 
     Args:
-        adapter: tells whether a block has written into a tensor, if the framework can.
+        adapter: the framework, which marks tensors to detect writes, if it can (``MarksTensors``).
     """
 
     def __init__(self, adapter: object) -> None:
         self._tensors = adapter if isinstance(adapter, MarksTensors) else None
         self._drawn: Sequence[Any] = (None,)
         self._given: dict[int, list[_Given]] = {}  # by index of the block in its step
-        self._opaque: set[int] = set()  # blocks given objects that are neither containers nor tensors
-        self._written: dict[Place, bool] = {}  # whether a block has written there
+        self._opaque: set[int] = set()  # blocks whose batch has other objects than containers and tensors
+        self._written: dict[Place, bool] = {}  # True: a block has written into the tensor at this place
 
     def __len__(self) -> int:
         return len(self._drawn)
 
     def put(self, drawn: Sequence[Any]) -> None:
-        """Set the batches of the next step, one for each of its blocks."""
+        """Set the batches of the next step, one for each block of that step."""
         self._learn(ended=True)
         self._set(drawn)
 
     def forget(self) -> None:
-        """Drop the batches of a block that was cut off because the job went back.
+        """Drop the batches of a block that was cut off because the job went back to an earlier step.
 
-        Where that block has written is not recorded.
+        The writes of that block are not recorded.
         """
         self._set((None,))
 
@@ -71,7 +71,7 @@ class Batches:
         self._drawn, self._given, self._opaque = drawn, {}, set()
 
     def give(self, part: int) -> Any:
-        """Return the batch for block ``part`` of the step, with copies of the tensors that the block may write."""
+        """Return the batch for block ``part`` of the step. Tensors into which the block may write are copies."""
         self._learn(ended=False)
         given: list[_Given] = []
 
@@ -97,16 +97,16 @@ class Batches:
         return part in self._opaque
 
     def spoiled(self, part: int) -> bool:
-        """Return whether the batch of block ``part`` was given before and may have been changed since."""
+        """Return whether the batch of block ``part`` was given before, and the loader's data in it may have changed."""
         self._learn(ended=False)
         before = self._given.get(part, ())
         return part in self._opaque or any(not g.own and self._has_changed(g) for g in before)
 
     def again(self, drawn: Sequence[Any]) -> None:
-        """Set the batches that the loader has drawn again for this step.
+        """Replace the batches of this step by ``drawn``, which the loader has drawn again for the same step.
 
         Raises:
-            UnsupportedError: the loader keeps its batches, and the block has written into one.
+            UnsupportedError: the loader returns the same tensors again, and the block has written into one of them.
         """
         each = [given for part in self._given.values() for given in part]
         written = [given.tensor for given in each if not given.own and self._has_changed(given)]
@@ -127,7 +127,7 @@ class Batches:
         """Record the places where blocks have written.
 
         Args:
-            ended: the last block ran to its end. Places where it has not written are then recorded as well.
+            ended: the last block ran to its end. Tensors without a write are then recorded as unwritten.
         """
         for given in self._given.values():
             for each in given:

@@ -1,19 +1,19 @@
-"""The proof of a block: run again on the same state, batch and random numbers, it must compute the same bits.
+"""The proof of a block: a second run on the same state, batch and random numbers must compute the same bits.
 
-Theory. A fault, a resume and a rehearsal run a block again, so exact results need a block that repeats. State that a
-script carries from one block to the next in a variable (a batch that is drawn ahead, a counter, a generator) breaks
-this, and an undisturbed run does not show it. So the first block of each process, and one in ``every`` steps, runs for
-a check before it runs for the job. With peers it runs twice for the check. In a job of one process it runs once, and is
-compared with the run that counts. A run for the check is alone: its collectives complete on own data, so that no rank
-needs to know whether another rank checks. It ends where the block would vote. The outputs of both runs (gradients,
-buffers, declared state) are compared by digests. If they differ, the block runs twice more with deterministic
-algorithms. Then kernels that add in any order agree. An impure block still differs, and is refused before it has made
-an update.
+Theory. A fault, a resume and a rehearsal run a block again, so exact results need a block that repeats. A script breaks
+this if it carries state from one block to the next in a variable (a batch that is drawn ahead, a counter, a generator).
+A run without faults does not show the error. So the first block of each process, and one in ``every`` steps, is
+checked. A *check run* is a run of the block that has no effect. It ends where the block would vote. Its collectives
+complete on local data, so that no rank needs to know whether another rank checks. In a job of several ranks, two check
+runs are compared, and then the block runs for the job. In a job of one process, one check run is compared with the run
+for the job. The results (gradients, buffers, declared state) are compared by digests. If they differ, two more check
+runs use deterministic algorithms. Kernels that add in any order then give equal results. An impure block still gives
+different results, and is refused before it has made an update.
 
 Invariants:
-1. A run for the check changes nothing: its effects are undone like those of an aborted step.
-2. As long as the runs agree, their number depends on the step and the number of ranks alone. The ranks therefore meet
-   at the same step in collectives outside of the block.
+1. A check run changes nothing: its effects are undone like those of an aborted step.
+2. If the results agree, the number of check runs depends only on the step and the number of ranks. The ranks therefore
+   make the collectives outside of the block at the same step.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _BEHIND = (
 
 
 class Proof(NamedTuple):
-    """The digests of one run of a block. Each key names in words the data of its digest.
+    """The digests of one run of a block. Each key describes in words the data that its digest covers.
 
     Attributes:
         found: digests of the state at the start of the run.
-        computed: digests of the results when the run reached its vote.
+        computed: digests of the results at the point where the block votes.
     """
 
     found: Mapping[str, int]
@@ -77,16 +77,20 @@ class Prover:
         self._first = True  # no block of this process has been checked yet
         self._step = -1
         self._checked = -1
-        self._found: Mapping[str, int] = {}  # digests at the begin of the current run
+        self._found: Mapping[str, int] = {}  # digests at the start of the current run
         self._proofs: list[Proof | None] = []  # None: the run broke off
-        self._variables: dict[int, _Variables] = {}  # by the number of runs before
+        self._variables: dict[int, _Variables] = {}  # at the start of each run, by its index
         self._told: set[str] = set()  # variables that count runs
 
     def begin(self, step: Step, *, joining: bool) -> None:
-        """Take digests of the state at the begin of each run of the block of ``step``, if a check is due.
+        """Take digests of the state before a run of the block of ``step``, if a check is due.
+
+        Args:
+            joining: this process is a newcomer that has not joined. Its search for undeclared state then waits, because
+                the other ranks wait for this process.
 
         Raises:
-            UsageError: see :class:`UndeclaredState`.
+            UsageError: the script changes state that the session does not have (:class:`UndeclaredState`).
         """
         if not joining:  # the peers wait for this process
             self._undeclared.look(step.number)
@@ -98,7 +102,7 @@ class Prover:
             self._variables[len(self._proofs)] = _variables()
 
     def alone(self, step: Step) -> bool:
-        """Return whether the run of the block of ``step`` that begins is for the check. If so, shut out the peers."""
+        """Return whether the block of ``step`` now begins a check run. If so, let its collectives use local data."""
         adapter = self._due(step)
         if adapter is None or (self._alone and len(self._proofs) == RUNS - 1):
             return False
@@ -106,10 +110,10 @@ class Prover:
         return adapter.go_alone(first=self._first, suspected=suspected)
 
     def note(self, step: Step) -> None:
-        """Take digests of the results of a run for the check, at the point where the block would vote.
+        """Take digests of the results of a check run, at the point where the block would vote.
 
         Raises:
-            ImpureBlockError: the runs of this block differ.
+            ImpureBlockError: the runs of this block have different results.
         """
         adapter = self._due(step)
         if adapter is None:
@@ -121,7 +125,7 @@ class Prover:
             self._add(step, adapter, Proof(self._found, computed))
 
     def confirms(self, step: Step) -> bool:
-        """Return whether the run for the job agrees with the run before it; otherwise it must not vote."""
+        """Return whether the run for the job may vote: its results equal those of the check run, if there was one."""
         adapter = self._due(step)
         if adapter is None or len(self._proofs) != RUNS - 1:
             return True
@@ -129,7 +133,7 @@ class Prover:
         return self._checked == step.number
 
     def excuses(self, step: Step, error: BaseException) -> bool:
-        """Return whether ``error`` may come from the missing data of peers. The run then proves nothing."""
+        """Return whether ``error`` may come from missing data of peers in a check run. The run then proves nothing."""
         adapter = self._due(step)
         if adapter is None or self._alone or not isinstance(error, Exception | SystemExit):
             return False
@@ -164,7 +168,7 @@ class Prover:
         self._checked, self._first = step.number, False
 
     def _tell_counters(self, step: Step) -> None:
-        """Warn of variables that the first run has counted up. Code after the update that uses them is not compared."""
+        """Warn of script variables that grow with each run: code after the update may use them, and is not compared."""
         counters = [
             name
             for name in _counted_up(self._variables[0], self._variables[1], step.number)
@@ -181,12 +185,16 @@ class Prover:
             )
 
     def _judge(self, step: Step, adapter: ProvesBlocks, proofs: list[Proof]) -> None:
-        """Raise or warn after four runs: the first two differ, the last two used deterministic algorithms."""
+        """Raise or warn after four check runs. The first two differ; the last two used deterministic algorithms.
+
+        Raises:
+            ImpureBlockError: the block does not repeat.
+        """
         first, second, third, fourth = proofs
         self._passed(step)
         cause = adapter.cause()
-        # If only the first run differs, it used a value from before the check, and each later run used a value that the
-        # run before it had made (a batch that is drawn ahead).
+        # Only the first run differs if it used a value from before the check, and each later run used a value that its
+        # predecessor had made (a batch that is drawn ahead).
         settled = third == second or bool(cause)
         if third == fourth and first.found == second.found and not settled:
             log.warning(
@@ -219,7 +227,7 @@ class Prover:
 
 
 def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
-    """Return the first name whose digests differ, and how many more differ; empty: none."""
+    """Return, as text, the first name whose two digests differ and the number of further ones; empty: all are equal."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     if not names:
         return ""
@@ -227,11 +235,12 @@ def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
 
 
 class _Variables(NamedTuple):
-    """Variables of the script where its block begins.
+    """The variables of the script at the start of a run of its block.
 
     Attributes:
-        plain: values by name, with attributes of ``self``.
-        inner: attributes of the other objects, by name: the position of a loader of the script.
+        plain: bools, numbers and strings by name, including attributes of ``self``.
+        inner: bools, numbers and strings in attributes of other objects, by ``name.attribute``: for example the
+            position of a loader that the script has written.
         drawing: names of iterators and random generators.
     """
 
@@ -261,7 +270,7 @@ def _variables() -> _Variables:
 
 
 def _attributes(value: object) -> Mapping[str, object]:
-    """Return the attributes of an object that is no class and no module."""
+    """Return the attributes of an object; empty for a class, a module and an object without ``__dict__``."""
     return {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
 
 
@@ -270,9 +279,10 @@ def _is_ours(value: object) -> bool:
 
 
 def _counted_up(before: _Variables, after: _Variables, step: int) -> list[str]:
-    """Return the names of the whole numbers that have grown between two runs of the block of ``step``.
+    """Return the names of the ints that have grown between the starts of two runs of the block of ``step``.
 
-    A number that has grown to the number of the step was set from it; at step 0 that may be a count of runs.
+    An int that has grown to ``step`` or ``step + 1`` was set from the step, and is left out. At step 0 such an int may
+    also be a count of runs: it is returned if it has grown by one.
     """
     return [
         name
@@ -283,7 +293,7 @@ def _counted_up(before: _Variables, after: _Variables, step: int) -> list[str]:
 
 
 def _changed(before: _Variables, after: _Variables) -> str:
-    """Return a text with the variables that have changed and the iterators that were drawn from; empty: none."""
+    """Return a text that names changed variables and all iterators, as possible causes; empty: there are none."""
     then, now = {**before.plain, **before.inner}, {**after.plain, **after.inner}
     names = [name for name, value in now.items() if then.get(name, value) != value]
     names.sort(key=lambda name: isinstance(now[name], float))  # last, as they are mostly times

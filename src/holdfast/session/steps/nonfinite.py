@@ -1,15 +1,15 @@
-"""Gradients with inf or nan that an optimizer is about to use, and the finite checkpoints before them.
+"""The check for gradients with inf or nan, and the protection of the last checkpoint before an update with them.
 
-Theory. A loss that is not finite has gradients that are not finite, and one update with them ruins the weights for
-good. So each rank checks its gradients before the vote, and the vote carries the result to all ranks. All ranks then
-do the same: stop before the update, leave it out, or warn. After the first update with such gradients every later
-checkpoint is affected. Therefore the newest checkpoint before that update is kept, whatever the retention says. A
-gradient scaler acts earlier: an update that the scaler leaves out is not checked.
+Theory. A loss that is not finite has gradients that are not finite. One update with such gradients ruins the weights
+for good. So each rank checks its gradients before the vote, and the vote carries the result to all ranks. All ranks
+then act in the same way: they stop before the update, leave out the update, or warn. Every checkpoint after the first
+such update is affected. Therefore the newest checkpoint before that update is kept, even if the retention policy would
+remove it. A gradient scaler acts earlier: an update that the scaler leaves out is not checked.
 
 Invariants:
-1. All ranks of a job do the same at a step.
-2. With ``stop`` and ``skip`` no weight ever sees such a gradient.
-3. The runs that made such an update never prune the newest checkpoint before it.
+1. All ranks of a job take the same action at a step.
+2. With ``stop`` and ``skip`` no weight is ever updated with such a gradient.
+3. A run that made such an update, and each run that continues it, never prunes the newest checkpoint before the update.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from holdfast.store.read.validation import Validity
 log = logging.getLogger("holdfast")
 NonFinite = Literal["stop", "skip", "warn", "ignore"]
 KEY = "nonfinite_step"
-"""Key, in the session's values, of the first step whose update used gradients with inf or nan."""
+"""Key, in the session's plain values, of the first step whose update used gradients with inf or nan."""
 
 
 def checked_mode(value: object) -> NonFinite:
-    """Return the checked value of ``session(nonfinite=...)``. Raises: UsageError."""
+    """Return the argument ``nonfinite`` of a session after a check. Raises: UsageError: it is no known mode."""
     for mode in get_args(NonFinite):
         if value == mode:
             return mode  # type: ignore[no-any-return]
@@ -45,7 +45,11 @@ def checked_mode(value: object) -> NonFinite:
 
 
 class NonfiniteCheck:
-    """Checks the gradients of one rank for inf and nan.
+    """The check of one rank's gradients for inf and nan.
+
+    Args:
+        adapter: the framework. If it cannot read gradients, nothing is checked.
+        mode: the action: ``stop``, ``skip``, ``warn`` or ``ignore``.
 
     Attributes:
         since: the first step whose update used gradients with inf or nan; -1: none did.
@@ -64,16 +68,16 @@ class NonfiniteCheck:
             self._gradients.may_drop()
 
     def look(self, optimizer: str) -> bool:
-        """Return whether the gradients that this optimizer is about to use hold inf or nan on this rank."""
+        """Return whether the gradients that ``optimizer`` is about to use hold inf or nan on this rank."""
         found = self._gradients.nonfinite(optimizer) if self._gradients is not None else ""
         self._name = found or self._name
         return bool(found)
 
     def look_within(self, optimizer: str) -> bool:
-        """Return the same as :meth:`look`, for an update inside ``step.update(name)``, which is made before the vote.
+        """Return the result of :meth:`look` for an update inside ``step.update(name)``, which is made before the vote.
 
         Raises:
-            UnsupportedError: the mode is ``skip``.
+            UnsupportedError: the mode is ``skip``, which needs the vote before the update.
         """
         if self._mode == "skip":
             raise UnsupportedError(
@@ -83,19 +87,22 @@ class NonfiniteCheck:
         return self.look(optimizer)
 
     def read(self, tally: Tally) -> Tally:
-        """Return ``tally``, changed to not passed if the mode is ``stop`` and any rank's gradients hold inf or nan."""
+        """Return ``tally``. In mode ``stop``, mark it as not passed if gradients of any rank hold inf or nan."""
         if not tally.nonfinite or self._mode != "stop":
             return tally
         return msgspec.structs.replace(tally, passed=False, reason="gradients hold inf or nan")
 
     def is_unsure(self, tally: Tally) -> bool:
-        """Return whether, after a broken vote, the other ranks may leave out an update that this rank would apply."""
+        """Return whether the other ranks may leave out the update of a step whose vote broke on this rank.
+
+        This is so in mode ``skip``: another rank may have found inf or nan, and this rank did not receive the result.
+        """
         return self._mode == "skip" and self._gradients is not None and not tally.nonfinite
 
     def agreed(self, step: int) -> None:
-        """Stop, skip the update or warn, after a vote has shown all ranks that gradients of ``step`` hold inf or nan.
+        """Act on inf or nan in the gradients of ``step``: stop, leave out the update, or warn.
 
-        It is called before a weight changes.
+        Called after the vote has shown this to all ranks, and before any weight changes.
 
         Raises:
             NonFiniteError: the mode is ``stop``.
@@ -125,7 +132,7 @@ class NonfiniteCheck:
                 )
 
     def stand_at(self, session: Mapping[str, object]) -> None:
-        """Take over ``since`` from the session's values of the loaded state, and warn if it is set."""
+        """Take over :attr:`since` from ``session``, the loaded plain values. Warn if an update used inf or nan."""
         since = session.get(KEY, -1)
         self.since = since if isinstance(since, int) else -1
         if self.since >= 0 and self._first:
@@ -137,11 +144,11 @@ class NonfiniteCheck:
             )
 
     def values(self) -> dict[str, int]:
-        """Return :attr:`since` for a checkpoint, under ``KEY``; empty if no update used gradients with inf or nan."""
+        """Return :attr:`since` under ``KEY``, for a checkpoint; empty: no update used gradients with inf or nan."""
         return {KEY: self.since} if self.since >= 0 else {}
 
     def keeps(self, policy: KeepPolicy) -> KeepPolicy:
-        """Return a policy that keeps what ``policy`` keeps, and the newest checkpoint up to step :attr:`since`."""
+        """Return ``policy``, extended by the rule to keep the newest checkpoint up to step :attr:`since`."""
 
         def kept(valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
             found = policy(valid, age_s)

@@ -1,14 +1,14 @@
-"""The task thread of a rank: it carries out the orders of a decision when the rank's state machine commands it.
+"""The task thread of a rank, which carries out the orders of a decision when the rank's state machine commands it.
 
-Theory. The state machine (``core/worker/worker_machine.py``, below *the machine*) keeps an order until its conditions
-hold (``core/worker/decision_orders.py``), and then returns a command. The condition may come true in any thread, for
-example when the script enters its next block. The command is executed here, in the task thread, because reading and
-sending a state takes long. While orders wait, this thread sleeps until a command is there or a timer of the machine is
-over. This thread makes no decision.
+Theory. The state machine of the rank (``core/worker/worker_machine.py``) is called *the machine* here. It keeps an
+order until the conditions of the order hold (``core/worker/decision_orders.py``), and then returns a command. A
+condition may become true in any thread, for example when the script enters its next block. The task thread executes the
+command, because reading and sending a state takes long. While orders wait, the task thread sleeps until a command is
+queued or a timer of the machine expires. This thread makes no decision.
 
 Invariants:
 1. Commands are executed in the order in which the machine returned them.
-2. A command whose fence is no longer in force when its turn comes is not executed.
+2. A command is not executed if its fence is no longer in force when the task thread reaches the command.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ Task = CarryOut | RefuseOrder | LookAtWeights
 
 
 class OrderTasks:
-    """The queue of the machine's commands that take long, and their execution in the task thread.
+    """The queue of the state machine's long commands, and their execution in the task thread.
 
     Args:
-        worker: the machine.
-        changed: the lock of the machine. It is notified when the state of the machine has changed.
-        report: passes an event to the machine, and returns its commands.
+        worker: the state machine of this rank.
+        changed: the lock of ``worker``, a condition that is notified after each change of ``worker``.
+        report: passes an event to ``worker``, and returns the resulting commands.
+
+    Attributes:
+        calls: the functions of the session that execute the commands.
     """
 
     def __init__(
@@ -61,11 +64,11 @@ class OrderTasks:
 
     @property
     def any(self) -> bool:
-        """True if there is an order to carry out, now or later."""
+        """True if a command is queued, or an order waits for its conditions."""
         return bool(self._queue or self._worker.orders.waiting)
 
     def take(self, command: Command) -> None:
-        """Queue a command that takes long, set a timer, or log a warning. The caller holds the lock."""
+        """Take a command of the state machine: queue it, set a timer, or log a warning. The caller holds the lock."""
         match command:
             case CarryOut() | RefuseOrder() | LookAtWeights():
                 self._queue.append(command)
@@ -80,7 +83,7 @@ class OrderTasks:
                 self._due_s[command.name] = time.monotonic() + command.delay_s
 
     def run(self) -> None:
-        """Carry out the orders until none is left. Runs in the task thread."""
+        """Carry out queued commands until none is left and no order waits. Runs in the task thread."""
         while (task := self._next()) is not None:
             match task:
                 case CarryOut():
@@ -94,18 +97,18 @@ class OrderTasks:
                     self._report(WeightsSeen(self.calls.trained()))
 
     def end_serving(self, commands: tuple[Command, ...]) -> None:
-        """Stop serving the state, if the machine orders it."""
+        """Stop serving this rank's state to replacements if ``commands`` contain an ``EndServing``."""
         for command in commands:
             if isinstance(command, EndServing):
                 self.calls.end_serving()
                 self._report(ServingEnded(command.generation))
 
     def _is_in_force(self, task: CarryOut | RefuseOrder) -> bool:
-        """Return whether the fence of the order still holds."""
+        """Return whether this rank is still under the fence for which the order was given."""
         return self._worker.steps.fenced == task.order.settle.generation
 
     def _next(self) -> Task | None:
-        """Wait for the next command. Return None if no order is left."""
+        """Wait for the next command, and return it. Return None if no command is queued and no order waits."""
         with self._changed:
             while not self._queue:
                 if not self._worker.orders.waiting:

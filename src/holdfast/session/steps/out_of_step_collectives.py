@@ -1,14 +1,18 @@
 """A guard against collectives that a newcomer makes between two steps, before it has joined the job.
 
-Theory. The code of a script before the block of a step, or between two loops, is run by all ranks together: an
-evaluation sums over all of them. A newcomer reaches this code alone. The other ranks are past it, or wait for the
-newcomer. On its own data the newcomer would silently compute another result than the other ranks, for example another
-learning rate or another early stop. So it does not join and reports this. All ranks then restart at this step and run
-the code together. A script that repeats such code when a block is tried again (without ``step.again``) gets a warning.
-A barrier returns no data. It is allowed where the code runs again: the rank that is replaced had begun the block, so no
-other rank waits in that barrier. Where the code runs for the first time, a survivor that was not given the step yet
-would wait in the barrier for ever. A framework that drives the loop may also make collectives during its setup, because
-their results are the same in each start. The integrations tell such a framework which work is due between two steps.
+Theory. All ranks together run the script's code before the block of a step, or between two loops: for example an
+evaluation that sums over all ranks. A newcomer reaches this code alone, because the other ranks have passed it or wait
+for the newcomer. If collectives used only its own data, the newcomer would silently compute another result than the
+other ranks: another learning rate, or another early stop. So the newcomer does not join, and reports the collective.
+All ranks then restart at this step and run the code together. If a script runs such code again with its block (without
+``if not step.again``), it gets a warning.
+
+A barrier returns no data, so it is allowed where the code runs again. The lost rank had then begun the block, and no
+other rank waits in the barrier. Where the code runs for the first time, a barrier is guarded like other collectives.
+Otherwise a survivor that has not received the step yet would later wait in that barrier for ever.
+
+A framework that drives the loop may make collectives during its setup, because they give the same results at each
+start. An integration restores the position of such a framework, which includes the work due between two steps.
 """
 
 from __future__ import annotations
@@ -26,14 +30,21 @@ WHY = "a collective between two steps, which a newcomer cannot make alone"
 
 
 class CollectiveGuard:
-    """Checks every collective that this process starts."""
+    """The check of every collective that this process starts."""
 
     def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
         self._warned = False
 
     def collective(self, count: int, what: str) -> None:
-        """Count a collective that starts. Never return in a newcomer that must not run the collective. Hot path."""
+        """Check and count a collective that starts. Hot path.
+
+        Never returns in a newcomer that must not run the collective.
+
+        Args:
+            count: number of collectives that this process has started, with this one.
+            what: kind of the collective, for example ``BARRIER``.
+        """
         script = self._rank.script
         if script.rules.guarded and (what != BARRIER or not script.repeats):
             self._check()

@@ -1,16 +1,18 @@
-"""One rank's side of the step protocol: state machines, lock, status page and connection to the control plane.
+"""One rank's side of the step protocol: state machines, lock, status page and connection to the agent.
 
-Theory. Three threads act on a rank. The main thread runs user code. The client thread receives faults while the main
-thread waits in a collective. The task thread carries out the orders of a decision. All take one condition variable
-around ``core.worker.worker_machine.WorkerMachine``, which has the state of the step, the position of the script and the
-orders that wait. Only the state of this machine under that lock is authoritative; the status page (called the page
-below) shows it to other processes. This module makes no decision of the protocol: it passes messages and reports to the
-machine, and executes its commands. The main thread blocks until the machine lets it continue.
+Theory. Three threads act on a rank. The main thread runs user code. The client thread receives the messages of the
+agent, even while the main thread waits in a collective. The task thread carries out the orders of a decision. All three
+use one state machine (``core.worker.worker_machine.WorkerMachine``, called *the machine* here) under one lock. The
+machine has the state of the step, the position of the script and the orders that wait. Only the machine is
+authoritative; the status page shows its state to other processes. This module makes no decision of the protocol: it
+passes messages and reports to the machine, and executes the resulting commands. The main thread blocks until the
+machine lets it continue.
 
 Invariants:
-1. The page shows UPDATE(s) before a weight changes and READY(s+1) only after the block has ended.
-2. Commands that send are executed under the lock, so messages leave in the order of the commands.
-3. A wait of the main thread for the control plane ends: by an order, or by leaving if agent and launcher are gone.
+1. The status page shows UPDATE(s) before a weight changes, and READY(s+1) only after the block has ended.
+2. Commands that send a message are executed under the lock, so messages are sent in the order of the commands.
+3. Each wait of the main thread for the control plane ends. Either an order comes, or agent and launcher are gone and
+   the process ends.
 """
 
 from __future__ import annotations
@@ -74,16 +76,19 @@ NO_MEMBER = MemberId(0)
 
 
 class StepParticipant:
-    """One rank's side of the step protocol, see the module.
+    """One rank's side of the step protocol: it executes what the rank's state machine commands.
 
     Args:
-        adapter: breaks and rebuilds collectives.
-        client: the connection to the agent; None in a process without a launcher, which no controller can fence.
+        adapter: the framework, which breaks and rebuilds collectives.
+        client: the connection to the agent; None in a process without an agent, which no controller can fence.
 
     Attributes:
         machine: the state machine of the step, which only this object changes.
         script: the position of the script. Call its methods with the lock held.
-        catalogue_version, layouts: the newest layouts of all ranks, as the ranks sent them.
+        changed: the lock, a condition that is notified after each change.
+        exit_source: name of the signal or file that asks this rank to leave; empty: none.
+        orphaned: launcher and agent are gone. released: all ranks have finished.
+        catalogue_version, layouts: the newest known layouts of all ranks, by rank, and their version.
         timer: the times of the open block.
     """
 
@@ -107,11 +112,11 @@ class StepParticipant:
         self.timer = BlockTimer()
         self._collectives = self._collectives_before = 0
 
-    # ------------------------------------------------------------------ both threads
+    # ------------------------------------------------------------------ all threads
 
     @property
     def turns(self) -> int:
-        """Number of epochs and phases that the whole job has finished."""
+        """Number of epochs and phases that the whole job has finished, as known to this rank."""
         return self._worker.turns
 
     @property
@@ -121,7 +126,7 @@ class StepParticipant:
 
     @property
     def step(self) -> int:
-        """Number of updates done."""
+        """Number of committed updates."""
         return self.machine.step
 
     @property
@@ -136,24 +141,24 @@ class StepParticipant:
 
     @property
     def member_id(self) -> MemberId:
-        """Id of this process, which no other process of the job ever has."""
+        """Id of this process, which is never used again in the job."""
         return NO_MEMBER if self.client is None else self.client.member_id
 
     def take_place(self, generation: Generation) -> None:
-        """Reset the state machine of a spare that was called: from now on it is a newcomer that has just started."""
+        """Make this process, a spare that was called, a newcomer of ``generation`` that has just started."""
         with self.changed:
             self._worker.take_place(self.member_id, generation)
             self.machine = self._worker.steps
             self._known = True
 
     def open(self, step: int) -> None:
-        """Open the session at ``step`` updates (STARTING -> READY)."""
+        """Open the session after ``step`` committed updates (STARTING -> READY)."""
         with self.changed:
             self.machine.open(step)
             self._advanced()
 
     def stand_at_turn(self, turns: int) -> None:
-        """Record the number of epochs and phases in the state that was loaded."""
+        """Record ``turns``, the number of epochs and phases that were finished in the loaded state."""
         with self.changed:
             self._worker.stand_at_turn(turns)
 
@@ -161,7 +166,7 @@ class StepParticipant:
         return (self.machine.state, self.machine.step) if self._known else ("starting", 0)
 
     def ask_exit(self, source: str) -> None:
-        """Set the exit flag of this rank, which the next vote carries to all ranks."""
+        """Ask the job to leave, for ``source`` (a signal or file). The next vote carries the request to all ranks."""
         with self.changed:
             if self.exit_source:
                 return
@@ -172,7 +177,7 @@ class StepParticipant:
             )
 
     def fault_seen(self, what: str) -> None:
-        """Report a collective that broke here. The controller waits for the death of a process that explains it."""
+        """Report that a collective broke with error ``what``. The controller waits for a death that explains it."""
         with self.changed:
             if not self.fenced:
                 self._tell_fault(self.machine.generation, what)
@@ -185,12 +190,12 @@ class StepParticipant:
             )
 
     def freed(self) -> None:
-        """Write to the page, once per fence, the time at which this process had left its collectives."""
+        """If fenced, write to the status page, once, the time at which this process was out of its collectives."""
         if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
             self.client.page[Word.FREED_NS] = time.monotonic_ns()
 
     def count_collective(self, count: int) -> None:
-        """Write to the page how many collectives have started. Hot path."""
+        """Write ``count``, the number of collectives started in this process, to the status page. Hot path."""
         if self.client is not None:
             self._collectives = count
             page = self.client.page
@@ -200,22 +205,22 @@ class StepParticipant:
                 self.freed()
 
     def flag(self, what: PageFlag, on: bool) -> None:
-        """Set or clear a flag of the page. A flag says why the rank may show no progress, for example a compilation."""
+        """Set or clear a flag of the status page: the reason why this rank may show no progress (a compilation)."""
         if self.client is not None:
             flags = self.client.page[Word.FLAGS]
             self.client.page[Word.FLAGS] = flags | what if on else flags & ~what
 
     def _advanced(self, event: ScriptEvent | None = None) -> None:
-        """Wake all waiting threads after a change of the step or the script. In a fenced rank, report the change.
+        """Wake all waiting threads after a change of the step or script. If the rank is fenced, report the change.
 
-        The caller holds the lock. Hot path.
+        The caller holds the lock. Hot path. ``event``: the event of the script; None: the step has changed.
         """
         self.changed.notify_all()
         if self.machine.fenced is not None:
             self._report(ADVANCED if event is None else Advanced(event))
 
     def moved(self, event: ScriptEvent, *, again: bool = False) -> None:
-        """Apply an event of the script to its position. For arguments and errors see :meth:`ScriptMachine.handle`."""
+        """Apply ``event`` to the position of the script. Arguments and errors: see :meth:`ScriptMachine.handle`."""
         with self.changed:
             self.script.handle(event, again=again)
             self._advanced(event)
@@ -223,7 +228,7 @@ class StepParticipant:
     # ------------------------------------------------------------------ the machine
 
     def _report(self, event: Message) -> tuple[Command, ...]:
-        """Pass an event to the machine, and execute what can be executed at once. Return all commands."""
+        """Pass an event to the state machine. Execute short commands, queue long ones, and return all commands."""
         with self.changed:
             commands = self._worker.handle(time.monotonic(), event)
             for command in commands:
@@ -253,7 +258,7 @@ class StepParticipant:
     # ------------------------------------------------------------------ client thread
 
     def connect(self, calls: ParticipantCalls) -> None:
-        """Register the handlers of the client's messages; ``calls`` are the functions of the session that they use."""
+        """Register the handlers for messages of the agent. They and the task thread call the functions in ``calls``."""
         self._tasks.calls = calls
         client = self.client
         if client is None:
@@ -269,7 +274,7 @@ class StepParticipant:
         client.on_orphaned(self.on_orphaned)
 
     def on_fence(self, fence: Fence) -> None:
-        """Leave the old generation: stop at the next boundary of a step, break every collective, answer the fence."""
+        """Follow an order to leave the old generation: break all collectives, and answer when the step has settled."""
         for command in self._report(fence):
             if isinstance(command, BreakCollectives):
                 self._adapter.poison(f"fenced: {command.reason}")
@@ -277,33 +282,33 @@ class StepParticipant:
                     self.freed()  # the main thread computes; the rest of its step needs no peers
 
     def on_settle(self, settle: Settle) -> None:
-        """Apply the decision of the controller. Its orders are carried out in the task thread."""
+        """Apply a decision of the controller. The task thread carries out the orders of the decision."""
         self._report(settle)
         if self.client is not None and self._tasks.any:
             self.client.run_task(self._tasks.run)
 
     def on_resume(self, resume: ResumeInPlace) -> None:
-        """Let the main thread rebuild the groups of the new generation, once this rank's state is no longer served."""
+        """Stop serving this rank's state, and let the main thread build the groups of the new generation."""
         self._tasks.end_serving(self._report(resume))
 
     def on_receive(self, receive: Receive) -> None:
-        """Note that the survivors serve their state to this process."""
+        """Record that the survivors now serve their state to this newcomer."""
         self._report(receive)
 
     def on_release(self, release: Release) -> None:
-        """Note that every rank has finished."""
+        """Record that every rank has finished, so that this process may end."""
         with self.changed:
             self.released = True
             self.changed.notify_all()
 
     def on_exit_order(self, order: ExitOrder) -> None:
-        """Set the exit flag, or clear it; it can be cleared until the ranks have agreed to exit."""
+        """Set the exit request of this rank, or clear it if ``order.cancel``. An agreed exit cannot be cleared."""
         with self.changed:
             self.exit_source = "" if order.cancel else order.source
             self.changed.notify_all()
 
     def on_catalogued(self, message: Catalogued) -> None:
-        """Keep the layouts of all ranks if they are newer than the known ones."""
+        """Take over the layouts of all ranks from ``message`` if they are newer than the known ones."""
         with self.changed:
             if message.version > self.catalogue_version:
                 self.catalogue_version = message.version
@@ -313,7 +318,7 @@ class StepParticipant:
             self.changed.notify_all()
 
     def on_orphaned(self) -> None:
-        """Set the exit flag: launcher and agent are gone. The ranks can agree on the exit by their vote alone."""
+        """Ask the job to leave, because launcher and agent are gone. The ranks agree on the exit by a vote alone."""
         with self.changed:
             self.orphaned = True
             self.exit_source = self.exit_source or "launcher and agent are lost"
@@ -322,19 +327,19 @@ class StepParticipant:
     # ------------------------------------------------------------------ main thread
 
     def enter(self, phase: Phase) -> None:
-        """Show the phase on the page. A drill can make the process stop, end or fail here."""
+        """Show ``phase`` on the status page. A drill can make the process stop, end or fail at this point."""
         if self.client is not None:
             self.client.page.enter(phase, self.machine.step)
 
     def announce(self, section: str) -> None:
-        """Show on the page that a section begins, in which a long time without progress is no hang."""
+        """Show on the status page that a section begins, in which a long time without progress is no hang."""
         if self.client is not None:
             self.client.page.announce(section)
             if not self.fenced:
                 self.enter(Phase.SECTION)
 
     def begin(self) -> bool:
-        """Begin the block (READY -> COMPUTE). Return False if a fence came first."""
+        """Begin the block of the step (READY -> COMPUTE). Return False if the rank is fenced: the block must wait."""
         with self.changed:
             begun = self.machine.begin()
             event = ScriptEvent.BLOCK_BEGUN if begun else ScriptEvent.HELD
@@ -348,17 +353,17 @@ class StepParticipant:
         return begun
 
     def enter_vote(self) -> bool:
-        """Enter the vote (COMPUTE -> VOTING). Return False if the step has been aborted."""
+        """Enter the vote of the step (COMPUTE -> VOTING). Return False if the step has been aborted."""
         with self.changed:
             entered = self.machine.enter_vote()
             self._advanced()
             return entered
 
     def computed(self, at_ns: int) -> None:
-        """Write to the page how long this block took to compute its gradients, without the time of waiting for peers.
+        """Write to the status page how long this block has computed its gradients, without waits for other ranks.
 
         Args:
-            at_ns: CLOCK_MONOTONIC when the gradients were there.
+            at_ns: CLOCK_MONOTONIC, in nanoseconds, when the gradients were complete.
         """
         if self.client is not None:
             page = self.client.page
@@ -366,7 +371,7 @@ class StepParticipant:
             page[Word.USUAL_SEQUENCE] = page[Word.SEQUENCE]
 
     def voted(self, tally: Tally) -> RankState:
-        """Apply a completed vote to the state machine of the step. Return the new state."""
+        """Apply the result of a completed vote to the state machine of the step. Return the new state."""
         with self.changed:
             state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
             self._advanced()
@@ -375,26 +380,30 @@ class StepParticipant:
         return state
 
     def vote_broken(self) -> RankState:
-        """Record that the vote did not complete on this rank. Return the new state."""
+        """Record that the vote of the step broke on this rank. Return the new state of the step."""
         with self.changed:
             state = self.machine.vote_broken()
             self._advanced()
             return state
 
     def fail(self) -> RankState:
-        """Record that an exception has left the block. Return the new state."""
+        """Record that an exception has left the block. Return the new state of the step."""
         with self.changed:
             state = self.machine.fail()
             self._advanced()
             return state
 
     def note_local(self, payload: bytes | None, step: int) -> None:
-        """Write this rank's own values of ``step`` (data position, ``Session.own``) to the page, unless None."""
+        """Write ``payload``, encoded rank-local values of ``step``, to the status page. None: leave it unchanged."""
         if self.client is not None and payload is not None:
             self.client.page.write_local(step, payload)
 
     def commit(self, payload: bytes | None) -> None:
-        """Commit (UPDATING(s) -> READY(s+1)), after writing this rank's own values of s+1 to the page."""
+        """Commit step s (UPDATING(s) -> READY(s+1)).
+
+        Args:
+            payload: encoded rank-local values of step s+1, first written to the status page; None: unchanged.
+        """
         page = None if self.client is None else self.client.page
         self.note_local(payload, self.step + 1)
         with self.changed:
@@ -412,14 +421,14 @@ class StepParticipant:
             )
 
     def retry_now(self) -> bool:
-        """Make an aborted step ready again (ABORTED -> READY), same generation. Return False if a fence came first."""
+        """Let an aborted step run again in the same generation (ABORTED -> READY). Return False if a fence came."""
         with self.changed:
             retried = not self.fenced and self.machine.retry(self.machine.generation)
             self._advanced()
             return retried
 
     def await_decision(self) -> bool:
-        """Wait, IN_DOUBT, for the decision of the controller. Return True if the update is to be applied."""
+        """Wait for the controller's decision on a step in doubt. Return True if its update must be applied."""
         self.enter(Phase.IN_DOUBT)
         self.freed()
         with self.changed:
@@ -428,7 +437,7 @@ class StepParticipant:
             return self.machine.state == "updating"
 
     def await_resume(self) -> None:
-        """Wait for the order to continue in a new generation, and join it. Leave the process if it is ordered to."""
+        """Wait for the order to continue in a new generation, and join it. If this is impossible, end the process."""
         self.freed()
         self._waiting_since_ns = time.monotonic_ns()
         while True:
@@ -443,7 +452,7 @@ class StepParticipant:
                 return
 
     def _follow(self, commands: tuple[Command, ...]) -> bool:
-        """Execute what the order to continue demands of the main thread. Return True if this rank continues."""
+        """Execute commands that follow from an order to continue. Return True if this rank continues, else False."""
         for command in commands:
             match command:
                 case RestoreState():
@@ -470,7 +479,7 @@ class StepParticipant:
         return GroupsBuilt(generation)
 
     def refuse(self, generation: Generation, step: int, error: CheckpointInvalid) -> None:
-        """Report that this rank's state in the memory tier is damaged. The controller then decides again."""
+        """Report that this rank's state of ``step`` in the memory tier is damaged. A new decision follows."""
         if self.client is not None:
             why = error.message[:TEXT_LENGTH_MAX]
             self.client.send(
@@ -478,7 +487,7 @@ class StepParticipant:
             )
 
     def await_receive(self) -> Receive:
-        """Ask for the state of the lost rank, and wait until the survivors serve it. Return the order to take it."""
+        """Request the state of the lost rank, and wait. Return the order that says where the state is served."""
         assert self.client is not None
         self.client.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
         with self.changed:
@@ -487,19 +496,19 @@ class StepParticipant:
             return self._worker.receive
 
     def join(self) -> None:
-        """Report that this newcomer is ready for its first step, and wait until the job continues."""
+        """If this process has not joined the job, report that it is ready to join, and wait until the job continues."""
         if not self.joining or self.client is None:
             return
         with self.changed:
             self.script.join()
-            self.script.handle(ScriptEvent.HELD)  # at its block: when fenced, it gives its state
+            self.script.handle(ScriptEvent.HELD)  # at its block: if fenced, it gives its present state
             self._advanced(ScriptEvent.HELD)
         self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
         self._tasks.calls.joined(self.step)
         self.await_resume()
 
     def take_step(self) -> bool:
-        """Determine the next step of the loop. Return False if a recovery came first: it may be another step now."""
+        """Fix the next step of the loop. Return False after a recovery, which may have changed the next step."""
         with self.changed:
             if not self.fenced:
                 self.script.handle(ScriptEvent.STEP_TAKEN)
@@ -508,7 +517,7 @@ class StepParticipant:
         return False
 
     def leave_loop(self) -> bool:
-        """Record that the loop of steps is over. Return False if a recovery came first: check the loop again."""
+        """Record that the loop over steps ends. Return False after a recovery: the loop may have to continue."""
         with self.changed:
             if self.script.rewinds_to < 0 or not self.fenced:
                 self.script.forbid_rewind()
@@ -517,7 +526,11 @@ class StepParticipant:
         return False
 
     def await_end(self, phase: Phase | None = None) -> NoReturn:
-        """Serve the state of this process until an order or a kill ends it. Never returns."""
+        """Wait until an order or a kill ends this process, while other threads serve its state.
+
+        Args:
+            phase: the phase to show on the status page; None: unchanged.
+        """
         if phase is not None:
             self.enter(phase)
         self.freed()
@@ -527,42 +540,50 @@ class StepParticipant:
                 self._wait(lambda: False)
 
     def await_word(self, limit_s: float) -> None:
-        """Serve this rank's state after an error in user code, until no rank needs it or ``limit_s`` is over."""
+        """After an error in user code, wait while other threads serve this rank's state.
+
+        The wait ends when all ranks have finished, or after ``limit_s`` seconds without a fence.
+        """
         if self.state == "aborted":
             self.enter(Phase.ABORTED)
         self.freed()
         self._await_release(limit_s)
 
     def await_fence(self) -> None:
-        """Wait for the fence that the controller sends to all ranks, because a vote between two steps broke."""
+        """Wait for the controller's fence, which follows because a vote between two steps broke."""
         self.freed()
         with self.changed:
             self._wait(lambda: self.fenced)
 
     def pass_turn(self) -> bool:
-        """Count a turn that all ranks have finished. Return False without counting if a fence came first."""
+        """Count one finished turn (epoch or phase). Return False, without counting, if a fence came first."""
         with self.changed:
             return self._worker.pass_turn()
 
     def await_turns(self) -> int:
-        """Wait for the decision after a fence at the end of a turn. Return how many turns the job has finished."""
+        """Wait for the decision on a fence at the end of a turn. Return the number of turns finished by the job."""
         self.freed()
         with self.changed:
             self._wait(lambda: self._worker.knows_turns)
             return self._worker.adopt_turns()
 
     def staged(self, step: int) -> None:
-        """Write to the page that a writer process has this rank's share of the save of ``step``."""
+        """Write to the status page that the writer process has this rank's share of the save of ``step``."""
         if self.client is not None:
             self.client.page[Word.STAGED] = step
 
     def repeated(self) -> None:
-        """Count on the page a run of a block that was aborted and will be repeated."""
+        """Count, on the status page, one aborted run of a block that will run again."""
         if self.client is not None:
             self.client.page[Word.REPEATED] += 1
 
     def finish(self, reason: str, sealed: bool) -> bool:
-        """Finish (READY -> FINISHED) and wait for all ranks. Return False if a recovery that needs it came first."""
+        """Finish (READY -> FINISHED), and wait for all ranks. Return False if a fence came: a recovery needs this rank.
+
+        Args:
+            reason: ``exit`` after an agreed exit, otherwise ``done``.
+            sealed: the final checkpoint is sealed.
+        """
         with self.changed:
             if self.fenced and not self.orphaned:
                 return False

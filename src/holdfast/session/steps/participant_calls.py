@@ -1,4 +1,4 @@
-"""The functions of a session that its side of the step protocol calls."""
+"""The functions of a session that :class:`StepParticipant` calls, the rank's side of the step protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.core.worker.decision_orders import CarryOut, RefuseOrder
 
 
 class ParticipantCalls(NamedTuple):
-    """The functions of a session that ``StepParticipant`` calls; by default they do nothing."""
+    """The functions of a session that ``StepParticipant`` calls. The defaults do nothing."""
 
     carry_out: Callable[[CarryOut], None] = lambda command: None  # task thread: an order of a decision
     refuse: Callable[[RefuseOrder], None] = lambda command: (

@@ -1,4 +1,4 @@
-"""A stop of all ranks at the end of one step: the waiting for ``core.worker.pause``."""
+"""A stop of all ranks at the end of one step: the threads and the wait around ``core.worker.pause.PauseMachine``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from holdfast.session.steps.participant import StepParticipant
 
 
 class Pause:
-    """One rank's part in a stop of all ranks: its request for the stop, and its wait for the fence.
+    """One rank's part in a stop of all ranks: its request for the stop, and its wait for the fence that follows.
 
     Args:
-        rank: protocol state of the session's rank.
+        rank: protocol state of this rank.
     """
 
     def __init__(self, rank: StepParticipant) -> None:
@@ -24,18 +24,18 @@ class Pause:
             rank.client.on(HoldOver, self._take)
 
     def _take(self, message: HoldOrder | HoldOver) -> None:
-        """Make the next vote ask for the stop, or end the wait. Runs in the client thread."""
+        """Handle the controller's order to request a stop, or its message that the stop is over (client thread)."""
         with self._rank.changed:
             self._machine.handle(message)
             self._rank.changed.notify_all()
 
     @property
     def asked(self) -> bool:
-        """True if the next vote asks for the stop. An order of an earlier generation does not count."""
+        """True if this rank must request the stop in its next vote. An order of an earlier generation is ignored."""
         return self._machine.asks(self._rank.machine.generation)
 
     def wait(self) -> None:
-        """Wait for the fence or for the end of the stop, at most ``HOLD_S``, after a vote that made all ranks stop."""
+        """Wait, after a vote that made all ranks stop, for the fence or the end of the stop: ``HOLD_S`` at most."""
         rank = self._rank
         if rank.client is None:
             return

@@ -1,14 +1,14 @@
-"""The check of devices: each rank also runs blocks of other ranks, and their gradients are compared.
+"""The check of devices: each rank also runs blocks of other ranks, and the gradients are compared.
 
-Theory. See ``core/watch/recomputation.py``. At a step that is due, each rank runs the block twice for the check: with
-its own batch and random numbers, and with those of the next copy of the model. These runs have no peers and no effect,
-as in ``session/steps/block_proof.py``. At the begin of the run that counts, all ranks sum their results. This sum is
-called a meeting below. If two ranks differ on a batch, the ranks also run the block of the copy after that one, and
-meet again.
+Theory. ``core/watch/recomputation.py`` has the rules. A *copy* is one data-parallel replica of the model. At a step
+that is due, each rank runs the block twice as a check run, without peers and without effect. The first run has the
+rank's own batch and random numbers, the second one those of the next copy. Then all ranks sum their digests in one
+all-reduce, called a *meeting* here. If two ranks differ on a batch, each rank also runs the block of the copy after the
+next one, and the ranks meet again.
 
 Invariants:
-1. All ranks meet at the begin of each counting run of a step that is due, whatever they have computed: a replacement
-   knows nothing of earlier meetings.
+1. At a step that is due, all ranks meet at the start of each run of the block for the job, even without new results.
+   A replacement does not know of earlier meetings.
 2. A rank that two other ranks contradict does not begin the step.
 """
 
@@ -45,15 +45,16 @@ _LEAVES_OUT = "session(verify_ranks=0) leaves out this check"
 
 
 class Recomputation:
-    """The device checks of one session, by running blocks of other ranks.
+    """The device checks of one session.
 
     Args:
         adapter: the framework.
         every: steps between two checks; 0: none.
-        batch_of: returns the batch of the open step that another copy draws. Raises LookupError if it is not known.
+        batch_of: returns the batch that the copy of the given number draws for the open step. Raises LookupError if
+            the batch is not known.
 
     Raises:
-        UnsupportedError: a rank cannot run the block of another one.
+        UnsupportedError: no rank can run the block of another rank.
     """
 
     def __init__(self, adapter: Any, every: int, batch_of: Callable[[int], Any]) -> None:
@@ -72,16 +73,16 @@ class Recomputation:
                 )
         self._others = others
         self._step = -1
-        self._ran: dict[int, Ran | None] = {}  # by offset; None: it could not be run
+        self._ran: dict[int, Ran | None] = {}  # by offset from this copy; None: the block could not be run
         self._asked = AT_FIRST
         self._running: tuple[int, int] | None = None  # offset, digest of the batch
-        self._drew = False  # a batch for another copy was drawn, which consumed random numbers of this block
+        self._drew = False  # a batch of another copy was drawn, which used random numbers of this block
         self._unknown = False  # the batch of another copy is not known
         self._muted = False
         self._agreed = -1  # the step of the last check of this process in which all agreed
 
     def alone(self, step: Step) -> bool:
-        """Return whether the run of the block that begins is for the check. If so, give ``step`` the batch to check."""
+        """Return whether the block of ``step`` now begins a check run. If so, set ``step.batch`` for that run."""
         self._running = None
         others = self._others
         if others is None or not self._is_due(step) or step.parts > 1:
@@ -95,7 +96,7 @@ class Recomputation:
         return False
 
     def note(self) -> None:
-        """Keep the digest of the gradients of a run for the check, at the point where the block would vote."""
+        """Keep the digest of the gradients of a check run, at the point where the block would vote."""
         if self._running is None or self._others is None:
             return
         (offset, batch), self._running = self._running, None
@@ -103,7 +104,7 @@ class Recomputation:
         self._ran[offset] = None if gradients is None else Ran(batch, gradients)
 
     def excuses(self, error: BaseException) -> bool:
-        """Return whether ``error`` came in a run for the check, in which the data of peers is missing."""
+        """Return whether ``error`` came in a check run, in which the data of peers is missing. The run is dropped."""
         if self._running is None or not isinstance(error, Exception):
             return False
         log.debug("holdfast: the block of another rank cannot be run here: %s", error)
@@ -111,15 +112,16 @@ class Recomputation:
         return True
 
     def meet(self, step: Step) -> bool:
-        """Compare the results of all ranks at the begin of the run that counts.
+        """Compare the results of all ranks when the block begins its run for the job.
 
         Returns:
-            False: another rank computes wrong gradients, and this rank has to wait for the end of that rank.
+            True if the block may run. False: another rank computes wrong gradients, and this rank must wait until that
+            rank is replaced.
 
         Raises:
             PeerLost: a rank is lost.
             ComputeError: two other ranks contradict this rank.
-            StepError: the ranks differ, and nothing shows which one is wrong.
+            StepError: the ranks differ, and it is not known which rank is wrong.
         """
         others = self._others
         if others is None or not self._is_due(step):
@@ -136,7 +138,7 @@ class Recomputation:
 
     @property
     def runs(self) -> bool:
-        """True if the block that has begun runs for the check."""
+        """True if the block that has begun is a check run."""
         return self._running is not None
 
     def _is_due(self, step: Step) -> bool:
@@ -165,9 +167,9 @@ class Recomputation:
         return True
 
     def seed(self, step: Step) -> None:
-        """Seed the block as the copy of the model whose batch it gets.
+        """Seed the random numbers of the block as the copy whose batch it gets would seed them.
 
-        This is done in a run for the check, and in the run that counts if a batch of another copy was drawn before.
+        This is done in a check run, and in the run for the job if a batch of another copy was drawn before.
         """
         others = self._others
         if others is not None and (self._running is not None or self._drew):
@@ -204,7 +206,7 @@ class Recomputation:
         return True
 
     def _mute(self, step: Step, verdict: RecomputationVerdict, ranks: str) -> None:
-        """Stop the checks of this job, in which nothing can be compared, and warn once."""
+        """Stop the checks, because the results of different ranks cannot be compared in this job. Warn once."""
         self._muted = True
         why = {
             "unclear": f"ranks compute different gradients from the batches of {ranks}, and no two agree: the block "

@@ -1,16 +1,16 @@
-"""Detection of silent corruption: the copies of the state on different ranks are compared, a slice at every step.
+"""Detection of silent corruption: ranks that hold copies of the same state compare a slice of it at every step.
 
 Theory. Between two updates all holders of a box must have the same bits. Each vote carries one word that is zero when
-all slices of this step agree (``core/worker/vote.py``, ``store/layouts/replica_digests.py``). So after ``every`` steps
-all of the state was compared, without an extra message. Before the state is saved or given to a newcomer, all of it is
-compared at once, by the layouts of that moment. An earlier vote makes sure that all ranks have these layouts. State
-that differs is never trusted again: after such a vote no rank updates, saves or gives it. Each rank then sends the
-controller the digests of its copies, which show the copy that differs from the others.
+all holders have equal bits in the slice of this step (``core/worker/vote.py``, ``store/layouts/replica_digests.py``).
+So all of the state is compared once in ``every`` steps, without an extra message. Before the state is saved or given to
+a newcomer, all of it is compared at once, by the layouts of that moment. An earlier vote makes sure that all ranks have
+these layouts. If copies differ, no rank updates, saves or gives the state after that vote. Each rank then sends the
+digests of its copies to the controller, which finds the copy that differs from the others.
 
 Invariants:
 1. All ranks call :meth:`Verifier.agree` in the same order and at the same steps of a generation.
-2. ``agree`` returns True only when all copies were equal, or nothing can be compared, and every rank has the same,
-   current layouts of all.
+2. ``agree`` returns True only when every rank has the same, current layouts of all ranks. In addition, all copies were
+   equal, or nothing can be compared.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from holdfast.store.layouts.replica_digests import ReplicaCopies, ReplicaGroup, 
 log = logging.getLogger("holdfast")
 
 ROUNDS_MAX = 3
-"""Limit of the rounds in which all ranks publish their layouts before one save, while a rank still lacks some."""
+"""Largest number of rounds, before one save, in which all ranks publish their layouts because a rank lacks some."""
 
 Slices = Sequence[tuple[ReplicaGroup, Sequence[Extent]]]
 
 
 class Verifier:
-    """Compares the copies of the state of one session.
+    """The comparison of this rank's state with the copies on other ranks.
 
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
         votes: casts the votes of this rank.
-        every: steps within which all of the state is compared; 0: never.
+        every: number of steps in which all of the state is compared once; 0: never.
     """
 
     def __init__(self, rank: StepParticipant, adapter: StateAdapter, votes: VoteCaster, every: int) -> None:
@@ -60,14 +60,14 @@ class Verifier:
         self._unlike = False  # ranks hold different tensors under one name
         self._collected: Collected | None = None
         self._slices: Slices = ()  # of the last vote
-        self._voted = -1  # step of the last vote; when it is tried again, the state may be other tensors
+        self._voted = -1  # step of the last vote; when the step runs again, the state may be in other tensors
         self._agreed: tuple[Generation, int] = (NO_GENERATION, -1)
         several = every > 0 and adapter.world_size > 1 and rank.client is not None
         self._compares = adapter if several and isinstance(adapter, ComparesCopies) else None
 
     @property
     def active(self) -> bool:
-        """True if copies are compared, now or as soon as the layouts of the other ranks are known."""
+        """True if copies are compared now, or will be when the layouts of the other ranks are known."""
         return self._compares is not None
 
     def slice(self, step: int) -> tuple[int, int]:
@@ -88,22 +88,22 @@ class Verifier:
         return self._copies.plan, self._digest(self._collected, self._slices)
 
     def forget(self) -> None:
-        """Drop the collected tensors, because the state was replaced."""
+        """Drop the references to the tensors of the state, because the state was replaced."""
         self._collected = None
 
     def agree(self, collected: Collected | None) -> bool:
-        """Vote until all ranks know all layouts and have compared all copies, before state is saved or given.
+        """Vote until all ranks have all layouts and have compared all copies, before the state is saved or given.
 
         Args:
-            collected: the published state of this rank (``VoteCaster.tell``). None: it is not known, and no rank
-                continues.
+            collected: the state of this rank, whose layout was published (``VoteCaster.tell``). None: this rank cannot
+                read its state, so the call raises StateError on all ranks.
 
         Returns:
-            False if copies differ. The controller then has the digests, and sends an order. Otherwise True.
+            True if no copy differs. False if copies differ: the controller then has the digests, and sends an order.
 
         Raises:
             PeerLost: the vote broke.
-            StateError: the ranks are not at the same step, or one of them cannot continue.
+            StateError: the ranks are not at the same step, or a rank cannot read its state or lacks layouts.
         """
         if self._rank.client is None:
             return True
@@ -130,7 +130,7 @@ class Verifier:
         return True
 
     def _said(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """Return this rank's ballot. If its state cannot be read, cast a refusing vote before raising the error."""
+        """Return this rank's ballot. If its state is unreadable, cast a vote that stops all ranks; raise StateError."""
         try:
             return self._comparing(step, collected, compares)
         except StateError:
@@ -138,7 +138,7 @@ class Verifier:
             raise
 
     def _comparing(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """Return the ballot with the digest of all copies, if there are any."""
+        """Return this rank's ballot, with the digest of all its copies if ``compares`` and layouts are known."""
         said = Ballot(step=step, between=True, save=collected is None)
         if collected is None or not compares:
             return said
@@ -151,10 +151,10 @@ class Verifier:
         return msgspec.structs.replace(said, plan=self._copies.plan, digest=digest)
 
     def tell(self, step: int) -> None:
-        """Send the digests of this rank's copies to the controller, after the vote of ``step`` has shown a difference.
+        """Send the digests of this rank's copies to the controller, because the vote of ``step`` showed a difference.
 
         Raises:
-            StepError: no communication has ever made the copies equal: the ranks of the script train alone.
+            StepError: no block has ever communicated, so the ranks of the script train separate models.
         """
         if self._compares is not None and self._compares.trains_alone:
             raise StepError(
@@ -171,7 +171,12 @@ class Verifier:
                 )
 
     def digests(self, collected: Collected, slices: Slices | None = None) -> tuple[CopyDigest, ...]:
-        """Return named digests of ``slices``; None: of all state that other ranks hold as well."""
+        """Return the digests of ``slices`` of the state, with tensor names and holders.
+
+        Args:
+            collected: the state.
+            slices: None: all state of which other ranks hold copies.
+        """
         if slices is None:
             self._refresh()
             self._drop_unknown(collected)
@@ -193,7 +198,7 @@ class Verifier:
         return digest
 
     def _drop_unknown(self, collected: Collected) -> None:
-        """Stop comparing if the layouts, which may be of an earlier start, name tensors that do not exist here yet."""
+        """Stop comparing if the known layouts name tensors that this rank lacks, as layouts of an earlier start do."""
         if self._copies is None:
             return
         layout = collected.layout(self._adapter.rank, self._adapter.world_size)
@@ -202,7 +207,7 @@ class Verifier:
             self._copies = None
 
     def _refresh(self) -> bool:
-        """Take over the newest layouts of all ranks. Return True if there are new ones."""
+        """Take over the newest layouts of all ranks. Return True if they are newer than those used before."""
         rank = self._rank
         assert self._compares is not None
         with rank.changed:
@@ -210,7 +215,7 @@ class Verifier:
         if version == self._version or not layouts:
             return False
         self._version = version
-        self._collected = None  # it fits the layouts before: the next vote collects again
+        self._collected = None  # it belongs to the earlier layouts: the next vote collects again
         try:
             catalogue = Catalogue.from_encoded(layouts)
         except StateError as error:

@@ -1,9 +1,9 @@
-"""Sections, the announced work between two steps: which one runs, and which one a fault has cut off.
+"""Sections, the announced work between two steps: the section that runs now, and one that a fault has cut off.
 
 Theory. A ``with`` statement cannot run its body again. A section that a fault cuts off runs again only where the script
-reaches it again: before the block of the next step, or after the loop. A save that is made meanwhile notes the name of
-the section. The process that resumes from that save warns if the next step is committed, or the training ends, without
-the section.
+reaches it again: before the block of the next step, or after the loop. A save that is made during the section records
+its name. The process that resumes from that save logs a warning if the next step is committed, or the training ends,
+before the section has run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("holdfast")
 
 
 class Sections:
-    """The sections of one session; one is open at a time."""
+    """The sections of one session. At most one section is open at a time."""
 
     def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
@@ -30,16 +30,16 @@ class Sections:
 
     @property
     def unfinished(self) -> str:
-        """Name of a section that has not finished, for a save; empty if there is none."""
+        """Name of a section that has begun and not finished, for a save; empty: there is none."""
         return self._left or self._owed
 
     def stand_at(self, session: Mapping[str, Any]) -> None:
-        """Take over the unfinished section from the session's plain values that were loaded."""
+        """Take over the name of an unfinished section from ``session``, the loaded plain values."""
         self._owed = str(session.get("section", ""))
 
     @contextmanager
     def run(self, name: str) -> Iterator[None]:
-        """Announce the section ``name`` while the body runs, and record whether it has finished."""
+        """Announce section ``name`` while the ``with`` body runs, and record whether the body has finished."""
         rank = self._rank
         rank.moved(ScriptEvent.SECTION_BEGUN)
         self._left, end = name, ScriptEvent.SECTION_CUT
@@ -59,11 +59,13 @@ class Sections:
                 rank.enter(Phase.READY)
 
     def pass_by(self, step: int, *, tell: bool) -> None:
-        """Warn about a section that was cut off and will not run again, as training continues after ``step`` or ends.
+        """Warn about a section that an earlier process did not finish, because the next step is committed without it.
+
+        Also called at the end of the training. Afterwards the section is forgotten.
 
         Args:
             step: the last committed step.
-            tell: this rank writes the warning.
+            tell: this rank logs the warning.
         """
         if self._owed and tell:
             log.warning(

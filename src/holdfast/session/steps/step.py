@@ -1,10 +1,10 @@
-"""``with step``: one block of user code, run as one step of the job.
+"""The statement ``with step``: one block of user code, run as one step of the job.
 
-Theory. The block computes gradients. The hooked ``optimizer.step()`` votes before it lets a weight change. A block that
-may not count (a lost peer, a refused vote, a rehearsal) is left by :class:`StepAborted`, which ``__exit__`` swallows.
-The state is then restored, and the script gets the same batch again. An exception while the process is poisoned or
-fenced is taken for a consequence of the fault, never for an error of the user's code. Any other exception is raised
-unchanged.
+Theory. The block computes gradients. The hooked ``optimizer.step()`` votes before it lets a weight change. If the block
+must not be committed (a lost peer, a refused vote, a rehearsal), :class:`StepAborted` leaves the block, and
+``__exit__`` swallows this exception. The state is then restored, and the script gets the same batch again. An exception
+that is raised while the process is poisoned or fenced is treated as a consequence of the fault, and never as an error
+of the user's code. Any other exception is raised unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from holdfast.text import plural
 
 
 class StepAborted(Aborted):
-    """The exception that leaves a block whose vote was refused, or that was only a rehearsal."""
+    """The exception that leaves a block that is not committed: its vote was refused, or it was only a rehearsal."""
 
 
 class StepOwner(Protocol):
@@ -50,35 +50,37 @@ class StepOwner(Protocol):
         """Return the ballot of this rank for the vote of ``step``."""
 
     def differ(self, step: int) -> None:
-        """Report the state of this rank after the vote of ``step`` has shown that copies of the state differ."""
+        """Send the digests of this rank's state after the vote of ``step`` has shown that copies of it differ."""
 
     def entered(self, step: int) -> bytes | None:
-        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None.
-
-        Rank-local values are those that only this rank has, such as its loader's state and ``Session.own``.
-        """
+        """Record that the block of ``step`` began. Return rank-local values for the status page; None: unchanged."""
 
     def foresee(self) -> bytes | None:
-        """Prepare for the coming vote. Return the rank-local values of the next step for the status page, or None."""
+        """Log the update in the memory tier, before the vote.
+
+        Return the rank-local values of the next step for the status page; None: unchanged.
+        """
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Publish changes at the end of the block. Return the rank-local values for the status page, or None."""
+        """Record position and layout before a commit. Return rank-local values for the status page; None: unchanged."""
 
     def after_ready(self, step: Step, tally: Tally) -> None:
-        """Save, or leave, after the step is committed."""
+        """Handle the requests of the vote (saves, an exit) after ``step`` is committed."""
 
     def rewound(self, step: Step) -> None:
-        """Give ``step`` the number and batch of the job's present step: the job went back before ``step`` began."""
+        """Set number and batch of ``step`` to those of the job's present step, because the job has gone back to it."""
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch of the open step that another copy of the model draws. Raises: LookupError: unknown."""
+        """Return the batch that model replica ``copy`` draws for the open step. Raises: LookupError: not known."""
 
 
 class BlockAbilities(NamedTuple):
-    """The optional abilities of an adapter that blocks use; None: the adapter has it not.
+    """The optional abilities of an adapter that blocks use, each as the adapter itself; None: it lacks the ability.
 
-    They are looked up once, because ``isinstance`` with a protocol takes 10 to 50 microseconds. ``tentative``: see
-    ``CommunicatesInUpdates``.
+    The abilities are found once per session, because ``isinstance`` with a protocol takes 10 to 50 microseconds.
+
+    Attributes:
+        tentative: names of the optimizers whose updates communicate, and so are made before the vote.
     """
 
     alone: RunsWithoutPeers | None
@@ -112,19 +114,32 @@ NO_GRADIENT = (
 
 
 class Step:
-    """One step, made by ``Session.steps``. ``with step as batch:`` runs its block.
+    """One step, made by ``Session.steps``. The statement ``with step as batch:`` runs its block.
+
+    If a fault aborts the block, the statement swallows the exception, and the loop gives the same step again. Code
+    after the block therefore tests ``step.committed``.
 
     Attributes:
-        number: updates done before it.
-        committed: True after the block, when its update counts for the whole job.
-        epoch: pass over the loader that the batch belongs to.
-        last_in_epoch: True for the last batch of an epoch, where the length of the loader is known.
-        again: True when the code before the block has already run: this process got this step earlier, or the process
-            that it replaces had begun the block.
-        batch: the value of ``batch`` in ``with step as batch``.
-        batches: number of batches of the loader in the list ``batch``; None: ``batch`` is one batch.
-        part, parts: index and number of the blocks of this step. With fewer ranks than the job began with, a step has
-            several blocks, each with its own batch. Only the last block can be committed.
+        number: number of updates before this step; the first step of a job is 0.
+        committed: True after the block, if all ranks apply the update of this step.
+        epoch: index of the pass over the loader from which the batch was drawn.
+        last_in_epoch: True for the last batch of an epoch, if the length of the loader is known; otherwise False.
+        again: True if the code before the block has already run. Either this process got the step earlier, or the lost
+            process that it replaces had begun the block.
+        batch: the value of ``batch`` in ``with step as batch``; None in a loop without a loader.
+        batches: number of the loader's batches in the list ``batch``; None: ``batch`` is one batch.
+        part, parts: index of this block in its step, and number of blocks of the step. A step has several blocks, each
+            with its own batch, if the job has fewer ranks than at its start. Only the last block can be committed.
+
+    Example:
+        >>> for step in s.steps(loader):  # doctest: +SKIP
+        ...     with step as (x, y):
+        ...         optimizer.zero_grad()
+        ...         loss = loss_fn(model(x), y)
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...     if step.committed and step.number % 100 == 0:
+        ...         print(step.number, loss.item())
     """
 
     def __init__(
@@ -149,7 +164,7 @@ class Step:
         self.writes: int | None = (
             None  # write count of the weights before an optimizer without gradients steps; None: there is a gradient
         )
-        self.idle = False  # the rehearsal has computed nothing
+        self.idle = False  # the rehearsal ended without an optimizer.step()
         self.repeats = True  # the batch can be handed out again at once
         self.rehearsal = rehearsal
         self.scrap = scrap  # a rehearsal with the update, of a state that will be replaced
@@ -171,12 +186,21 @@ class Step:
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:
-        """Make one of several separate updates of this step (a GAN), tentative until the block ends and all have voted.
+        """Run one of several separate updates of this step (a GAN): ``with step.update("d"): d_optimizer.step()``.
 
-        Collectives may follow it inside the block. Costs a copy of the weights and state of each optimizer used.
+        The update is undone if the vote at the end of the block does not pass. Collectives may follow the update inside
+        the block. Each optimizer in it costs a copy of its weights and state.
 
         Raises:
-            StepError: the name was used before in this step, updates are nested, or the step has voted already.
+            StepError: ``name`` was used before in this step, updates are nested, or an optimizer has already stepped
+                outside of a named update.
+
+        Example:
+            >>> with step as batch:  # doctest: +SKIP
+            ...     with step.update("d"):
+            ...         d_optimizer.step()
+            ...     with step.update("g"):
+            ...         g_optimizer.step()
         """
         if name in self.names or self.tentative is not None:
             raise StepError(
@@ -197,7 +221,7 @@ class Step:
             self.tentative = None
 
     def note_tentative(self, optimizer: str) -> None:
-        """Note that an optimizer steps inside :meth:`update`. Raises: StepError: it has already stepped there."""
+        """Record that ``optimizer`` steps inside :meth:`update`. Raises: StepError: it steps there a second time."""
         if (
             self.tentative is None
         ):  # an unnamed update that communicates: the step votes at the end of the block
@@ -212,7 +236,7 @@ class Step:
 
 
 class StepRunner:
-    """Runs blocks: begins them, votes, commits or aborts.
+    """The runner of the blocks of a session: it begins a block, votes, and commits or aborts the step.
 
     Args:
         rank: protocol state of this rank.
@@ -220,8 +244,8 @@ class StepRunner:
         votes: casts the votes of this rank.
         owner: the session.
         finite: the check of gradients for inf and nan.
-        verify: steps between two checks that a block computes the same when it runs again, and steps between two checks
-            that it does so on other ranks; 0: no check.
+        verify: arguments ``verify_block`` and ``verify_ranks`` of the session: steps between two checks that a block
+            repeats in this process, and on other ranks; 0: no check.
     """
 
     def __init__(
@@ -244,9 +268,9 @@ class StepRunner:
         self._current: Step | None = None
         self._tally = Tally(passed=False)
         self._left = ""  # the exception by which the script left a block, in words
-        self._empty, self._empty_at = 0, ""  # blocks without a changed weight, and place of the last
+        self._empty, self._empty_at = 0, ""  # blocks that changed no weight, and script line of the last one
         self._stepped = False  # an optimizer stepped in the last of these blocks
-        self._idle = (-1, 0)  # the newest step, and its block, whose rehearsal computed nothing
+        self._idle = (-1, 0)  # step and block index of the newest rehearsal without an optimizer.step()
 
     @property
     def current(self) -> Step | None:
@@ -254,7 +278,7 @@ class StepRunner:
         return self._current
 
     def hooks(self) -> Hooks:
-        """Return the functions that the adapter calls at backward passes and updates."""
+        """Return the functions that the adapter calls at backward passes, updates, waits and compilations."""
         return Hooks(
             self._backward,
             self._update,
@@ -266,23 +290,27 @@ class StepRunner:
     # ------------------------------------------------------------------ begin
 
     def set_aside(self, on: bool) -> None:
-        """Run the script's collectives without peers, or with them again.
+        """Complete the script's collectives on local data (``on``), or with the other ranks again.
 
-        The code after a block that has not committed runs again with its step. Each rank runs it a different number of
-        times, and a replacement not at all, so a collective there has no peers.
+        Used for the code after a block that is not committed. That code runs again with its step. Each rank runs it a
+        different number of times, and a replacement not at all, so ranks cannot meet in a collective there.
         """
         if self._able.alone is not None:
             self._able.alone.set_aside(on)
 
     def give(self, step: Step) -> Iterator[Step]:
-        """Give ``step`` to the script. Its collectives have peers again when it is back."""
+        """Yield ``step`` to the script. Afterwards, the script's collectives run with the other ranks again."""
         try:
             yield step
         finally:
             self.set_aside(False)
 
     def begin(self, step: Step) -> None:
-        """Enter the block; wait first while the job recovers."""
+        """Begin the block of ``step``. During a recovery, wait first until the job continues.
+
+        Raises:
+            StepError: another block is open, or the script caught an exception that had left a block.
+        """
         if self._current is not None:
             raise StepError(
                 f"step {step.number} begins inside step {self._current.number}",
@@ -327,7 +355,7 @@ class StepRunner:
         return self._rehearse(step) or self._prover.alone(step) or self._recompute.alone(step)
 
     def _meet(self, step: Step) -> bool:
-        """Compare the results of ranks where a check is due. Return False after a fault: the block begins again."""
+        """Compare the check runs of all ranks if that is due. Return False after a fault: the block begins again."""
         self._rank.enter(Phase.VOTE)
         try:
             if self._recompute.meet(step):
@@ -378,7 +406,7 @@ class StepRunner:
         self._vote(step, optimizer)
 
     def _writes(self) -> int | None:
-        """Return a count of writes to weights, to find a change without a gradient; None: it is not needed."""
+        """Return a count of writes to weights, to detect a change without a gradient; None: the count is not needed."""
         if self._empty == NOT_EMPTY or self._able.sees is None:
             return None
         return self._able.sees.gradients.weights_alone()
@@ -404,7 +432,11 @@ class StepRunner:
     # ------------------------------------------------------------------ vote
 
     def _vote(self, step: Step, optimizer: str = "") -> None:
-        """Vote, and return if weights may change, by ``optimizer`` if it is named. Raises: StepAborted."""
+        """Vote on the update of ``step``, and return if it may be made. Raises: StepAborted: it must not.
+
+        Args:
+            optimizer: the optimizer that is about to step; empty: the vote is at the end of the block.
+        """
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:
             self._prover.note(step)
@@ -451,7 +483,7 @@ class StepRunner:
     # ------------------------------------------------------------------ end
 
     def end(self, step: Step, error: BaseException | None) -> bool:
-        """Leave the block. Return True to swallow ``error``."""
+        """Leave the block of ``step``: vote if needed, then commit or abort. Return True to swallow ``error``."""
         rank = self._rank
         if error is None:
             try:
@@ -484,10 +516,10 @@ class StepRunner:
             self._idle = (step.number, step.part)
 
     def refuse_empty(self, *, excused: bool = False) -> None:
-        """Raise an error if every block since the training began has changed no weight.
+        """Raise an error if no block has changed a weight since the training began at step 0.
 
         Args:
-            excused: the training ends early, as asked: raise nothing.
+            excused: raise nothing, for example because the training ends early by a request.
 
         Raises:
             StepError: no block has changed a weight.
@@ -506,7 +538,7 @@ class StepRunner:
             )
 
     def _note_empty(self, step: Step) -> None:
-        """Count the block that has just been committed if it changed no weight."""
+        """Count the block of ``step``, which has just been committed, if it changed no weight."""
         if step.updated and step.changed:
             self._empty = NOT_EMPTY
         elif self._empty == step.number:
@@ -527,7 +559,7 @@ class StepRunner:
         return self._adapter.poisoned or self._rank.fenced or self._adapter.is_fault(error)
 
     def _give_up(self, step: Step, error: BaseException) -> None:
-        """Record that the user's own exception leaves the block."""
+        """Record that ``error``, an exception of the user's code, leaves the block."""
         self._rank.moved(ScriptEvent.BLOCK_LEFT)
         if self._rank.fail() != "ready":
             self._left = f"step {step.number} was left by a {type(error).__name__}"
@@ -543,7 +575,7 @@ class StepRunner:
         self._owner.after_ready(step, self._tally)
 
     def redo(self) -> None:
-        """Abort the open block and begin it again at once, for a framework that computes the update in its graph."""
+        """Abort the open block and begin it again, for a framework with the update in its graph. Raises: StepError."""
         step = self._current
         if step is None:
             raise StepError(
@@ -554,14 +586,14 @@ class StepRunner:
         self.begin(step)
 
     def _abort(self, step: Step) -> None:
-        """Restore the state, and return when the step may run again."""
+        """Abort ``step``: restore the state from its start, and wait until the step may run again."""
         rank, adapter = self._rank, self._adapter
         rank.freed()
         state = rank.fail()
         if state == "in_doubt" and rank.await_decision():
             state = (
                 rank.fail()
-            )  # the decision was to apply, but the block was left: fail() then says that the state is torn
+            )  # the decision was to apply the update, but the block was left: fail() returns "torn"
         if state in ("torn", "updating"):
             rank.await_end(Phase.TORN)
         adapter.abort()

@@ -1,10 +1,10 @@
-"""Placeholder values for variables that a block did not assign because it was left early.
+"""Placeholder values for variables that a block did not assign because the block was left early.
 
-Theory. A block that does not count is left before its end, at its vote or at a fault. The script continues after the
-block, and Python offers no way to skip that code. ``loss = train(batch)`` has then assigned nothing. ``print(loss)``
-without ``if step.committed:`` would end the job with an error that no undisturbed run has. Therefore each name that the
-rest of the block would have assigned, and that has no value yet, gets :class:`NotComputed`. It is a nan that accepts
-every operation of a result, and warns the user once.
+Theory. A block that is aborted is left before its end, at its vote or at a fault. The script continues after the block,
+and Python offers no way to skip that code. An assignment such as ``loss = train(batch)`` may not have run. Then
+``print(loss)`` without ``if step.committed:`` would end the job with an error that a run without faults does not have.
+Therefore each name that the rest of the block would have assigned, and that has no value yet, gets a
+:class:`NotComputed`. This object is a nan that accepts every operation on a result, and warns the user once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ from typing import Any
 log = logging.getLogger("holdfast")
 
 _WRITES_THROUGH = sys.version_info >= (3, 13)
-"""A write into ``frame.f_locals`` changes the variable of the frame."""
+"""True if a write into ``frame.f_locals`` changes the variable of the frame (Python 3.13 and later)."""
 
 _told: set[str] = set()
 
 
 class NotComputed(float):
-    """The value of a variable that a block would have assigned. Each attribute, item and call returns this value."""
+    """The placeholder for a variable that a block did not assign: a nan.
+
+    Its attributes, its items and calls of it return the placeholder itself.
+
+    Args:
+        name: the variable, named in the warning.
+    """
 
     def __new__(cls, name: str) -> NotComputed:
-        """Make a nan."""
+        """Return a new nan."""
         return super().__new__(cls, math.nan)
 
     def __init__(self, name: str) -> None:
@@ -47,7 +53,7 @@ class NotComputed(float):
         return self._tell()
 
     def __call__(self, *args: object, **kwargs: object) -> NotComputed:
-        """Return this placeholder, for a call of an attribute."""
+        """Return this placeholder, for a call such as ``loss.item()``."""
         return self._tell()
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,7 +71,7 @@ class NotComputed(float):
         return "nan"
 
     def __format__(self, form: str) -> str:
-        """Format a nan, for ``f"{loss:.4f}"``."""
+        """Return a formatted nan, for ``f"{loss:.4f}"``."""
         self._tell()
         return super().__format__(form)
 
@@ -81,10 +87,10 @@ class NotComputed(float):
 
 
 def bind(trace: TracebackType | None) -> None:
-    """Assign a placeholder to each unset name that the block would have assigned after the line where it was left.
+    """Assign a placeholder to each unset variable to which the rest of an aborted block would have assigned a value.
 
     Args:
-        trace: the traceback of the exception that left the block.
+        trace: the traceback of the exception that left the block. None: nothing is assigned.
     """
     if trace is None:
         return

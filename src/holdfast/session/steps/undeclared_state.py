@@ -1,13 +1,14 @@
-"""The check for state of the script that is not part of the session.
+"""The check for undeclared state: tensors of the script that change from step to step and are not part of the session.
 
-Theory. A process that joins or resumes begins with what the script makes at its start, and receives the state of the
-session. What else a script changes from step to step (an average of weights) is then wrong, and no error shows it. The
-framework finds the tensors of the script that have changed between two looks. Looks come in threes, at steps in a row.
-A value that has changed at the second and at the third look is state, and is refused. A value that has changed less
-often may be a copy that the script fills from the state (for an evaluation), so it is a warning.
+Theory. A process that joins or resumes runs the script from its start, and then receives the state of the session. Any
+other value that the script changes from step to step (an average of weights) is then wrong, and no error shows this. A
+*look* is a search for tensors of the script that have changed since the look before. Looks come in threes, at
+consecutive steps. A tensor that has changed at the second and at the third look is state, and is refused. A tensor that
+has changed less often may be a copy that the script fills from the state (for an evaluation), so it causes a warning.
 
-The first three looks are at the first steps, before a fault is likely. The rate of learning may begin with 0, so that
-nothing changes then. Further looks begin 4, 16, 64, ... steps after the first one, so that their cost vanishes.
+The first three looks are at the first steps, before a fault is likely. A learning rate may begin with 0, so that
+nothing changes at these steps. Further threes begin 4, 16, 64, ... steps after the first look, so that their cost
+becomes negligible.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from holdfast.runtime.worker.script_frames import variables_of_script
 log = logging.getLogger("holdfast")
 
 LOOKS = 3
-GROWTH_BITS = 2  # each three looks begin at 4 times the steps of the three before
+GROWTH_BITS = 2  # the distance of three looks from the first look grows by a factor of 4
 _EFFECT = "not part of the session, so a process that joins or resumes begins with other values of it"
 
 
 class UndeclaredState:
-    """The looks of one session at the script's variables.
+    """The check of one session for undeclared state in the script's variables.
 
     Args:
-        adapter: the framework. If it cannot find such state, nothing is checked.
-        on: whether to look at all.
+        adapter: the framework. If it cannot find undeclared state, nothing is checked.
+        on: False: nothing is checked.
     """
 
     def __init__(self, adapter: object, *, on: bool) -> None:
         self._finder = adapter.finder() if on and isinstance(adapter, FindsUndeclaredState) else None
         self._first: int | None = None  # the step of the first look
         self._last = -1
-        self._changed: list[set[str]] = []  # names with a change, for each of the present looks
+        self._changed: list[set[str]] = []  # names of changed tensors, for each look of the present three
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
-        """Look at the script's variables if that is due at the begin of ``step``.
+        """Search the script's variables for changed tensors, if a search is due at the start of ``step``.
 
         Raises:
-            UsageError: a value has changed at steps in a row.
+            UsageError: a tensor outside of the session has changed at consecutive steps.
         """
         if self._finder is None or step <= self._last:
             return
@@ -81,7 +82,7 @@ class UndeclaredState:
 
 
 def number_of_look(since: int) -> int | None:
-    """Return the number (0, 1, 2) of the look that is due ``since`` steps after the first one; None: none is due."""
+    """Return the index, among three, of the search due ``since`` steps after the first search; None: none is due."""
     if since < LOOKS:
         return since
     begin = 1 << (since.bit_length() - 1) // GROWTH_BITS * GROWTH_BITS

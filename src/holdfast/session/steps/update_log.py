@@ -1,17 +1,18 @@
-"""The update log of a session: the gradients of each update since the newest state in memory, to make it again.
+"""The update log of a session: the gradients of each update since the newest state in the memory tier.
 
 Theory. Before a rank votes for a step, it copies the gradients that the optimizer is about to use, and the settings of
 the optimizer's groups, into shared memory that outlives the process (``store/shared_memory/update_log.py``). The
-process that replaces a lost rank takes the state from the memory tier and makes the later updates again. It then has
-the shards that no other rank holds. Everything else comes from the other ranks. docs/design/0032-gradient-log.md.
+replacement of a lost rank loads the newest state from the memory tier (the *kept state*) and makes the later updates
+again. It then has the shards that no other rank holds. All other state comes from the other ranks. See
+docs/design/0032-gradient-log.md.
 
 To *foretell* an update is to make it in advance on a copy of the state, and to compare it with the real update.
 
 Invariants:
-1. The update of a step is in the log before its vote is entered.
-2. An update that the newest kept state needs is never overwritten.
-3. The log is used only after an update was made again from it with the same bits. It is removed as soon as a change of
-   the state is seen that it does not hold.
+1. The update of a step is in the log before the rank enters the vote of the step.
+2. An update since the newest kept state is never overwritten.
+3. The log is used only after one of its updates was foretold with the same bits as the real update. The log is removed
+   as soon as it is seen that the state has changed by something other than updates.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ log = logging.getLogger("holdfast")
 ENTRIES_MAX = 64
 ENTRIES_OF_AUTO = 8
 SHARE = 0.01
-"""Largest share of the run time for the log and the states that it needs, if the user gave no interval."""
-MEASURED = 32  # updates between two checks of that share
+"""Largest fraction of the run time for the log and its kept states, if the user gave no interval."""
+MEASURED = 32  # updates between two checks of that fraction
 PROOFS, PROVE_EVERY = 2, 1000
-"""The first ``PROOFS`` updates of a process are foretold, and one in ``PROVE_EVERY``."""
+"""The first ``PROOFS`` updates of a process are foretold, and after them one in ``PROVE_EVERY``."""
 
 
 class UpdateRecord:
@@ -46,7 +47,8 @@ class UpdateRecord:
         every: steps between two kept states; below 1: the memory tier decides.
 
     Attributes:
-        why_not: the reason why nothing is logged. Empty: updates are logged where some box has only one holder.
+        why_not: the reason why nothing is logged. Empty: updates are logged if some box of this rank has no other
+            holder.
     """
 
     def __init__(self, adapter: StateAdapter, every: int) -> None:
@@ -57,10 +59,10 @@ class UpdateRecord:
         self._updates: Updates | None = adapter.updates if isinstance(adapter, LogsUpdates) else None
         self._directory: Path | None = None
         self._log: UpdateLog | None = None
-        # Some box has only one holder, or the layouts are not known yet. If not, no state is made again from a log.
+        # True: this rank is the only holder of some box, or the layouts are not known yet. False: no log is needed.
         self._wanted = True
         self._base: int | None = None  # step of the newest kept state
-        self._changed_at = -1  # newest step whose state was kept after the script itself had changed weights
+        self._changed_at = -1  # newest kept step at which the script itself had changed weights
         self._foretold = -1  # step of the update that was foretold
         self._proofs = 0
         self._noted = 0
@@ -68,7 +70,7 @@ class UpdateRecord:
         self._since_s = 0.0
 
     def know(self, directory: Path | None, rank: int) -> None:
-        """Open the log of ``rank`` in ``directory``; with None there is no shared memory, and nothing is logged."""
+        """Open the log of ``rank`` in ``directory`` of shared memory. With None, nothing is logged."""
         self._directory = directory
         if self._updates is None:
             self.why_not = "this framework logs no updates"
@@ -82,16 +84,19 @@ class UpdateRecord:
     # ------------------------------------------------------------------ in training
 
     def allow(self, alone: Collection[str]) -> str:
-        """Decide whether to log, once the layouts of all ranks are known. Return the reason not to log; empty: log.
+        """Decide whether to log updates, when the layouts of all ranks are known.
 
         Args:
-            alone: the tensors of which some box has only one holder.
+            alone: names of the tensors of which this rank is the only holder of some box.
+
+        Returns:
+            The reason why nothing is logged; empty: updates are logged, or need not be.
         """
         if self._log is None or self._updates is None:
             return self.why_not
         was_wanted, self._wanted = self._wanted, bool(alone)
         if alone and not was_wanted:
-            self._base = None  # no change was followed until now: the log begins at the next kept state
+            self._base = None  # changes were not recorded until now: the log begins at the next kept state
         strange = sorted(fqn for fqn in alone if not self._updates.rebuilds(fqn))
         if not alone:
             self._log.remove()
@@ -106,7 +111,7 @@ class UpdateRecord:
         """Begin the log at ``step``.
 
         Args:
-            replayed: the updates in the log were just made again here, so the log stays.
+            replayed: this process has just made the updates of the log again, so the log stays.
         """
         self._foretold, self._changed_at, self._since_s = -1, -1, 0.0
         if self._log is not None:
@@ -120,14 +125,14 @@ class UpdateRecord:
             self._updates.settle()
 
     def kept(self, step: int, cost_s: float) -> None:
-        """Note that the state of ``step`` is in memory; the copy took ``cost_s``."""
+        """Record that the state of ``step`` is in the memory tier; the copy took ``cost_s`` seconds."""
         self._base = step
         self._cost_s += cost_s
         if self._updates is not None and self._wanted:
             self._settle(step, self._updates)
 
     def full(self, step: int) -> bool:
-        """Return True if the log has no room for the update of ``step``, so that the state of ``step`` must be kept."""
+        """Return True if the log has no room for the update of ``step``: the state of ``step`` must be kept first."""
         return (
             self._log is not None
             and self._wanted
@@ -149,10 +154,10 @@ class UpdateRecord:
         self._measure(began_s)
 
     def _look_back(self, step: int, updates_log: UpdateLog, updates: Updates) -> None:
-        """Compare the result of the foretold update with that of the real update.
+        """Check the previous update: compare its result with the foretold one, and find changes by the script itself.
 
         Raises:
-            StateError: the results differ, or the script has changed the state in a way that the log does not hold.
+            StateError: the results differ, or the script has changed state that the log cannot reproduce.
         """
         foretold, self._foretold = self._foretold, -1
         if not updates.undisturbed() and step == self._base:  # no update was logged since the state was kept
@@ -175,9 +180,10 @@ class UpdateRecord:
         updates.settle()
 
     def _append(self, step: int, updates_log: UpdateLog, updates: Updates) -> None:
-        """Log the update of ``step``.
+        """Log the update of ``step``. If a check is due, also foretell it: make it on a copy of the state.
 
-        Foretell it (make it on a copy of the state) if a check is due. Raises: StateError.
+        Raises:
+            StateError: the update cannot be logged or foretold.
         """
         taken = updates.take(step)
         updates_log.append(taken)
@@ -191,7 +197,7 @@ class UpdateRecord:
             self._foretold = step
 
     def _measure(self, began_s: float) -> None:
-        """Stop the log if it takes more than ``SHARE`` of the run time, unless the user gave an interval."""
+        """Add the cost since ``began_s``. Stop a log that costs more than ``SHARE``, if the user gave no interval."""
         now_s = time.monotonic()
         if not self._since_s or self._foretold >= 0:
             self._noted, self._cost_s, self._since_s = 0, 0.0, now_s
@@ -203,7 +209,7 @@ class UpdateRecord:
             self._stop(f"a log takes {share:.1%} of the time; with --memory-every N it may")
 
     def give_way(self) -> bool:
-        """Remove the log to free shared memory for states. Return False if there is no log."""
+        """Remove the log to free shared memory for kept states. Return False if there is no log."""
         if self._log is None:
             return False
         self._stop("shared memory has no room for it")
@@ -225,7 +231,9 @@ class UpdateRecord:
     # ------------------------------------------------------------------ after a loss
 
     def require_undisturbed(self, step: int) -> None:
-        """Check that the script has changed no weight itself: a state made again from a log would lack that change.
+        """Check that only updates have changed this rank's weights and optimizer state at ``step``.
+
+        A state that is made again from a log would lack a change by the script.
 
         Raises:
             StateError: the script has changed weights or state of the optimizer.
@@ -236,9 +244,14 @@ class UpdateRecord:
             )
 
     def base_of(self, step: int, states: Collection[int]) -> int:
-        """Return the newest of ``states`` from which the log leads to ``step``.
+        """Return the step of the kept state from which the log leads to ``step``.
 
-        If there is none, return ``step`` itself, because another node may have that state.
+        Args:
+            step: the step to reach.
+            states: steps of the kept states; the newest suitable one is returned.
+
+        Returns:
+            ``step`` itself if its state is kept, or if no state is suitable: another node may have that state.
         """
         if self._directory is None or step in states:
             return step
@@ -246,10 +259,11 @@ class UpdateRecord:
         return max((s for s in states if step in reachable(self._directory, rank, (s,))), default=step)
 
     def replay(self, base: int, step: int, moved: Callable[[int], object]) -> None:
-        """Make the updates from the state of ``base``, which this process has, up to ``step`` again.
+        """Make the updates from step ``base`` to step ``step`` again, on the state of ``base`` in this process.
 
         Args:
-            moved: called after each update, to show progress to the controller.
+            base, step: the first and the resulting number of updates.
+            moved: called with 1 after each update, to show progress to the controller.
 
         Raises:
             CheckpointInvalid: an update is missing or damaged. The log is then removed.
@@ -269,7 +283,7 @@ class UpdateRecord:
             log.info("holdfast: %s made again from memory, from step %d", plural(step - base, "update"), base)
 
     def forget(self) -> None:
-        """Remove the log, because it is damaged or does not fit the state."""
+        """Remove the log, because it is damaged or does not belong to the present state."""
         if self._log is not None:
             self._log.remove()
 

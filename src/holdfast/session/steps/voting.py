@@ -1,9 +1,9 @@
-"""The votes of one rank. They are cast and counted here, and make all ranks publish their layouts after a change.
+"""The votes of one rank, and the publication of its layout that a vote may require.
 
-Theory. The name of a vote (its generation and its number there) serves as the version of a layout
-(``core/worker/layout_agreement.py``). Every vote must therefore be counted and must say whether this rank's layout has
-changed. After a vote in which any rank set ``moved`` (its layout differs from the published one), every rank publishes
-its layout again. This module does that for all votes of a rank.
+Theory. A vote is named by its generation and its number in that generation. This name serves as the version of a layout
+(``core/worker/layout_agreement.py``). Therefore every vote of a rank goes through this module, which counts it and adds
+whether the layout of this rank has changed (``moved``). After a vote in which any rank set ``moved``, every rank
+publishes its layout again.
 
 Invariants:
 1. All ranks of a generation cast the same votes in the same order.
@@ -29,7 +29,7 @@ CATALOGUE_TIMEOUT_S = 15.0
 
 
 class VoteCaster:
-    """Casts the votes of one session, and publishes the layout of its rank.
+    """The caster of one rank's votes, which also publishes the layout of the rank.
 
     Args:
         rank: protocol state of this rank.
@@ -41,12 +41,11 @@ class VoteCaster:
         self._adapter = adapter
         self._agreement = LayoutAgreement()
         self._size = -1
-        self._size_bytes = 0  # of the state in the layout that this rank has published
-        self._telling = threading.Lock()  # a survivor publishes from the client's task thread, too
+        self._size_bytes = 0  # of this rank's state in its published layout
+        self._telling = threading.Lock()  # a survivor publishes from the task thread as well
 
     def cast(self, ballot: Ballot) -> Tally:
-        """Vote with all ranks, and return the tally. If the tally asks for layouts, this rank's is published before the
-        return.
+        """Vote with all ranks, and return the tally. If the tally requires it, first publish this rank's layout.
 
         Raises:
             PeerLost: the vote broke.
@@ -59,10 +58,10 @@ class VoteCaster:
         return tally
 
     def _sums(self, ballot: Ballot) -> list[int]:
-        """Return the sums of the vote over all ranks.
+        """Return the sum of all ranks' ballots.
 
-        During a vote between two steps the status page shows that this rank waits for it. In a step the phase shows
-        that.
+        For a vote between two steps, set a flag on the status page while this rank waits. For the vote of a step, the
+        phase on the page shows the wait.
         """
         if not ballot.between:
             return self._adapter.vote(ballot.encode())
@@ -73,21 +72,25 @@ class VoteCaster:
             self._rank.flag(PageFlag.MEETS, False)
 
     def tell(self, collected: Collected | None = None) -> None:
-        """Publish the layout of this rank at once if it has changed, because a fault may come before the next vote."""
+        """Publish the layout of this rank now if it has changed, because a fault may come before the next vote.
+
+        Args:
+            collected: the state whose layout is published; None: the present state.
+        """
         if collected is None:
             size = self._adapter.state_size()
             if size == self._size:
                 return
             collected, self._size = self._adapter.collect(), size
         else:
-            self._size = -1  # the layout is that of another moment: check it again after the next step
+            self._size = -1  # ``collected`` may be of another moment: check again after the next step
         said = collected.layout(self._adapter.rank, self._adapter.world_size)
         self._size_bytes, layout = sum(t.size_bytes for t in said.tensors), said.encode()
         with self._telling:
             self._send(self._agreement.note(layout, self._rank.machine.generation))
 
     def inherit(self, order: Receive) -> None:
-        """Take over the last published layout of the rank that this newcomer replaces, and the layouts of all ranks."""
+        """Take over the layouts of all ranks from ``order``. The lost rank's layout becomes that of this newcomer."""
         if order.version != NO_VERSION:
             catalogued = Catalogued(
                 member_id=order.member_id,
@@ -97,13 +100,13 @@ class VoteCaster:
             )
             self._rank.on_catalogued(catalogued)
             if self._rank.client is not None:
-                # The agent of this newcomer may run on a node that had no rank before, so that it knows no layout.
+                # This newcomer's agent may run on a node that had no rank before, so the agent knows no layout.
                 self._rank.client.send(catalogued)
         # Publish the layout again: agent and controller may both be replaced before the next fault.
         self._send(self._agreement.inherit(order.version, order.layouts.by_rank()[self._adapter.rank]))
 
     def _send(self, telling: LayoutAnnouncement | None) -> None:
-        """Publish the layout of this rank to the controller; None publishes nothing."""
+        """Send a layout of this rank to the controller. If ``telling`` is None, send nothing."""
         rank = self._rank
         if telling is not None and rank.client is not None:
             rank.client.send(
@@ -118,7 +121,7 @@ class VoteCaster:
             )
 
     def await_catalogue(self) -> None:
-        """Wait a bounded time for the layouts of all ranks, which the last vote made all ranks publish."""
+        """Wait for the layouts that all ranks publish after the last vote, until a time limit or a fence."""
         rank, deadline_s = self._rank, time.monotonic() + CATALOGUE_TIMEOUT_S
         with rank.changed:
             while rank.catalogue_version < self._agreement.version:

@@ -1,4 +1,4 @@
-"""Rehearsals of a spare before it is called: the script's own block, on a batch that does not count."""
+"""Rehearsals of a spare before it is called: runs of the script's own block without effect on the job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from holdfast.session.steps.step import Step, StepRunner
 
 
 def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
-    """Yield steps that never count, on a batch of any rank, so that their kernels and buffers exist when the spare is
-    called.
+    """Yield steps that are never committed, so that kernels and buffers exist when the spare is called.
 
-    Unlike a newcomer's rehearsal they include the update. The state of the survivors replaces everything that the
-    update changes, and the memory of the optimizer is then already allocated.
+    Unlike the rehearsal of a newcomer, these steps include the update, which allocates the memory of the optimizer. The
+    state of the survivors later replaces all values that the update changes.
 
-    A loader whose position would change by a draw is not used. The rehearsal then comes after the call, as in a
-    newcomer.
+    Args:
+        adapter: the framework.
+        blocks: runs the blocks.
+        feed: the batches of any rank; None: the block draws its own. If a draw would change the position of the feed
+            for good, no step is yielded. The process then rehearses after it is called, like a newcomer.
     """
     if feed is not None and not feed.repeatable:
         return
@@ -26,7 +28,7 @@ def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> 
     batches.put([None if feed is None else feed.draw()])
     again = settled = False
     while not settled:
-        # Once more when everything is built: the allocator uses other memory in the first run than in later runs.
+        # Run once more when all is built: the allocator uses other memory in the first run than in later runs.
         settled = again and not adapter.rehearse()
         step = Step(blocks, 0, rehearsal=True, scrap=True)
         if feed is not None and batches.spoiled(0):
