@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import secrets
 import signal
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from holdfast import frame_encryption
 from holdfast.cli.start.flags import FLAGS
 from holdfast.cli.start.node_flags import ENCRYPTED, NodeFlags
 from holdfast.cli.start.run_config import Request, resolve, shown_local_ranks, worker_counts
@@ -69,7 +69,7 @@ def test_encryption_is_for_several_nodes_and_needs_its_package(
     assert not alone.settings.encrypts and alone.notes == (
         "--encrypt has no effect: on one node nothing that Holdfast sends leaves the host",
     )
-    monkeypatch.setattr(frame_encryption, "version", lambda package: "43.0.3")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "43.0.3")
     with pytest.raises(UsageError, match=r"cryptography, version 44 or newer, and 43\.0\.3 is installed"):
         asked(**several, encrypt=True)
     monkeypatch.setitem(sys.modules, "cryptography", None)
