@@ -76,7 +76,7 @@ class Surroundings(TrainingScene, Protocol):
 
 
 class SimWorker(SimTraining):
-    """One simulated training process, from its start to its end. For other attributes see :class:`SimTraining`."""
+    """One simulated training process, from its start to its end. :class:`SimTraining` explains most attributes."""
 
     world: Surroundings
 

@@ -503,7 +503,7 @@ class World:
 
         Returns:
             The number of updates in the parameters of that state. None if ``rank`` is dead, or if its parameters
-            belong to no step now.
+            are being changed now.
         """
         if not self.seated[rank].alive:
             return None
@@ -520,7 +520,7 @@ class World:
         return [w.rank for w in found if w.alive and w.opened and w.machine.state != "torn"]
 
     def lose_track(self) -> None:
-        """Forget all flipped bits if no two copies of the state differ now. No comparison could then detect a flip."""
+        """Treat flipped bits as absent if no two copies of the state differ now: no comparison could detect them."""
         if not self.flips:
             return
         living = [w for _, w in sorted(self.seated.items()) if w.alive]
@@ -530,7 +530,7 @@ class World:
             self.collectives.forget_wrong()  # an update of these ranks with changed gradients may be in progress
 
     def stood(self, rank: int) -> None:
-        """Raise ``Violation``, because a stopped rank has continued only when its time limit passed."""
+        """Raise ``Violation``, because a rank in a pause between two steps waited until the time limit of the pause."""
         self.checks.stood(rank)
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:

@@ -1,4 +1,4 @@
-"""One page per fault, made from the event log: rank, place, cause, duration, cost, and a suggestion for the user.
+"""One page per fault, made from the event log: rank, place in the script, cause, duration, cost, and a suggestion.
 
 The same log always gives the same report. A newer version of Holdfast can also report on an old run.
 """
