@@ -101,7 +101,7 @@ class Memory:
             held.pop(step - self.every, None)
 
     def replays(self, rank: int) -> tuple[int, ...]:
-        """Return the steps that a rank can reach from one of its kept states with the logged updates after it."""
+        """Return the steps that a rank can reach if it applies logged updates to one of its kept states."""
         held, found = self._updates.get(rank, {}), set()
         for state in self.steps(rank):
             step = state

@@ -96,7 +96,7 @@ class SimWorker(SimTraining):
     # ---------------------------------------------------------------- process
 
     def start(self) -> None:
-        """Start the process: send the hello at once, and open the session after the time that imports take."""
+        """Start the process: send ``WorkerHello`` at once, and open the session after the time that imports take."""
         self.hello()
         self.later(self.world.jitter(0.02, 0.06), "open", self._ask if self.script.joining else self._open)
 

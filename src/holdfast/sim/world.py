@@ -545,7 +545,7 @@ class World:
         self.checks.plans(save_id, version, has_own)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """Check the change of a rank from state ``old`` to ``new`` in the step protocol, and inject due faults."""
+        """Check that a rank may change from state ``old`` to ``new``. Inject the faults that wait for ``new``."""
         if new == "torn" and not self.checks.distrusted:
             self.lose_track()
         self.checks.moved(worker, old, new)
@@ -554,7 +554,8 @@ class World:
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
         """End a worker process, break the collectives of its generation, and report the exit to its agent.
 
-        ``code`` is the exit code, and ``killed_by`` the number of the signal that killed the process. One is None.
+        ``code`` is the exit code, and ``killed_by`` the number of the signal that killed the process. One of them is
+        None.
         """
         if not worker.alive:
             return

@@ -230,7 +230,7 @@ def _processes() -> DoctorFinding:
 def _temporary() -> DoctorFinding:
     """Test the directory of temporary files.
 
-    The worker processes of a data loader connect through sockets in this directory. They wait forever if they cannot.
+    The worker processes of a data loader connect through sockets in this directory. If they cannot, they wait forever.
     """
     try:
         place = tempfile.gettempdir()

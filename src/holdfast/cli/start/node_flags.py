@@ -78,7 +78,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
 
     Raises:
         UsageError: a flag has a value that cannot work.
-        NotMet: the name of a host was still unknown after the time to meet.
+        NotMet: the name of a host was still unknown after the time limit for the nodes to meet.
     """
     text = str(values["nnodes"])
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)

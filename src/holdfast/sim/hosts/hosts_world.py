@@ -113,7 +113,10 @@ class HostsWorld(World):
         self._faults.start(case.host_faults)
 
     def resume(self, before: HostsWorld) -> None:
-        """Continue the job of the run ``before``, which asked to be queued again, with its checkpoints and history."""
+        """Continue the job of the run ``before``, which asked to be queued again.
+
+        This run takes over the checkpoints and the history of ``before``.
+        """
         self.store.saves = {f"before/{name}": save for name, save in before.store.saves.items()}
         self.history = before.history
         self.history.requeued()
@@ -425,7 +428,7 @@ class HostsWorld(World):
         self.checks.sends(process, message)
 
     def finished(self, process: ControllerProcess, finish: Finish) -> None:
-        """Record the order of a controller that ends the run. It concerns only the agents connected to it."""
+        """Record ``finish``, the order with which a controller ends the run for the agents connected to it."""
         self.finishes.append((process.alone, finish))
 
     # ---------------------------------------------------------------- agents and elections

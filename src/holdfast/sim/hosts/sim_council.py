@@ -104,7 +104,7 @@ class SimCouncil:
     def begin(self) -> None:
         """Connect to the other agents and to a controller that still runs on this host.
 
-        An agent with an electorate on its disk starts the election. Otherwise it founds the job, if it may.
+        If the disk has an electorate, start the election. Otherwise found the job, unless ``founders`` was 0.
         """
         self._look_at_log()
         self._dial()
