@@ -6,12 +6,12 @@ and skips states that it has already visited.
 1. The network is the set of messages in flight. A message that no action delivers is lost.
 2. An agent may crash after any prefix of the commands of an event. A restarted agent has only the state that the
    executed commands have persisted. If its host was installed again, the agent has no state.
-3. A campaign begins with the real vote. An answer in a trial round (raft pre-vote) binds no voter, so every answer to
-   it is possible at any time.
-4. With a witness, an agent may lose all connections at any time, and a leader may receive any list of connected nodes.
-   Messages of older terms are then lost, to bound the search.
-5. All messages to a host are lost when the host is installed again. In this search no deposed leader sends its
-   electorate to such a host, because the elections do not withstand that (docs/design/0038-simulated-hosts.md).
+3. A trial round (raft pre-vote) is not simulated: its answers bind no voter, so a candidate may win it at any time.
+   Every campaign begins with the vote after the trial round.
+4. With a witness, an agent may lose all connections at any time, and a leader may receive a list of connected nodes
+   with any one node missing. With a witness, messages of older terms are also lost, which bounds the search.
+5. All messages to a host are lost when the host is installed again. Such a host never receives the electorate of a
+   deposed leader, because the elections are not safe in that case (docs/design/0038-simulated-hosts.md).
 """
 
 from __future__ import annotations
@@ -108,13 +108,15 @@ class ElectionSearch:
             campaign.
         crashes: largest number of crashes in one order of events.
         reinstalls: largest number of agents that lose their disk in one order of events.
-        announced: True if the controller of a leader starts, and the leader then announces itself to the other agents.
+        announced: True: the controller of a leader starts, and the leader then announces itself to the other agents.
+            False: no controller starts.
         machine: class of the election's state machine, for example with a planted error.
 
     Attributes:
         electorates: the electorate that each agent has stored at the start. By default it contains all agents. A
             newer electorate counts as committed if a majority of its voters have stored it.
-        changes: with a witness, a leader changes electorates until their number reaches this; 0: there is no witness.
+        changes: with a witness, the highest number of an electorate that a leader creates (each new electorate has the
+            next number); 0: there is no witness.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class ElectionSearch:
         return found
 
     def _is_outdated(self, state: ElectionState, index: int, message: Message) -> bool:
-        """Return True if ``message`` brings the electorate of a deposed leader to a host that was installed again."""
+        """Return True if ``message`` has the electorate of a deposed leader, and its receiver was installed again."""
         if not isinstance(message, ConfigChange) or state.nodes[index].kept.electorate is not None:
             return False
         terms = [node.kept.term for node in state.nodes] + [term for term, _ in state.leaders]

@@ -61,7 +61,8 @@ def default_causes(mean_hours: float, step_s: float, stop_s: float) -> tuple[Cau
     """Return four causes of faults with assumed frequencies: worker lost, node lost, hang, controller lost.
 
     Most faults are the loss of a worker or of its device. The detection of a lost node takes additional time. A hang is
-    detected after twelve steps. These three kinds repeat half a step of work. The loss of a controller costs nothing.
+    detected after the time of twelve steps. After each of these three, the job repeats half a step of work. The loss of
+    a controller costs nothing.
 
     Args:
         mean_hours: mean hours between two faults of one rank, of any cause.

@@ -67,9 +67,9 @@ class SimInjector:
                 self.world.later(fault.delay_s, f"now {fault.kind}", partial(self._strike, fault))
 
     def _time_out(self, stopped: SimWorker, generation: Generation) -> None:
-        """Break the votes that have waited for a stopped process for the time limit of a collective.
+        """Break the votes that wait for a stopped process, because the time limit of a collective has passed.
 
-        After another such time limit the process is killed, as the hang detector would kill it.
+        When this time limit passes a second time, the process is killed, as the hang detector would kill it.
         """
         self.world.later(COLLECTIVE_TIMEOUT_S, "hang", partial(self.world.died, stopped, None, 9))
         for _, worker in sorted(self.world.seated.items()):
@@ -77,7 +77,7 @@ class SimInjector:
                 self.world.later(self.world.jitter(0.0, 0.01), f"timeout:{worker.rank}", worker.vote_broken)
 
     def _say_stopped(self, worker: SimWorker) -> None:
-        """Report to the agent of a node which processes are stopped. Repeat the report while ``worker`` is alive."""
+        """Report all stopped processes on the node of ``worker`` to the agent there, as long as ``worker`` is alive."""
         if worker.alive:
             here = [w for _, w in sorted(self.world.seated.items()) if w.node_id == worker.node_id]
             stopped = tuple(w.member_id for w in here if w.alive and w.stopped)

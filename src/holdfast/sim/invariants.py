@@ -117,7 +117,7 @@ class Checks:
     def loaded(self, rank: int, step: int, applied: int | None) -> None:
         """Check that a state of ``step``, which a rank loads from memory, contains exactly ``step`` updates.
 
-        ``applied`` is the number of updates in its parameters; None: they belong to no step.
+        ``applied`` is the number of updates in its parameters; None: the copy was taken in the middle of a change.
         """
         if applied != step:
             text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"
@@ -158,7 +158,7 @@ class Checks:
     def goes_up(self, message: Message) -> None:
         """Check that a message of an agent to the controller names no spare.
 
-        Only its agent knows of a spare, until the spare becomes a worker.
+        Until a spare becomes a worker, only the agent of its node may know of the spare.
         """
         seen = message.members if isinstance(message, AgentHello) else ()
         named = [getattr(message, "member_id", 0), *(m.member_id for m in seen)]
@@ -183,10 +183,10 @@ class Checks:
             raise Violation("updates_what_it_holds", text)
 
     def resuming(self, resume: ResumeInPlace) -> None:
-        """Check, when the job resumes without a restart, that every rank has the state of the step in the order.
+        """Check, when the job resumes without a restart, that every rank has the state of the step in ``resume``.
 
-        The controller sends the order to all ranks in one simulated event, in which no rank changes its state. The
-        check therefore runs once per event.
+        The controller sends the order ``resume`` to all ranks in one simulated event, in which no rank changes its
+        state. The check therefore runs once per event.
         """
         told = msgspec.structs.replace(resume, member_id=EVERYBODY)
         if self._resumed == (self.scene.events, told):
@@ -206,10 +206,10 @@ class Checks:
         return [w.told() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))]
 
     def stood(self, rank: int) -> None:
-        """Raise ``Violation``, because a stopped rank has continued only when its time limit passed.
+        """Raise ``Violation``, because a rank that paused between two steps waited until the time limit of the pause.
 
-        The controller stops ranks to move some of them to another node. A fence or an order of the controller must end
-        such a stop.
+        In such a pause all ranks wait while the controller moves some of them to another node. A fence or an order of
+        the controller must end the pause.
         """
         raise Violation("no_rank_waits_for_nothing", f"rank {rank} has waited until its time limit")
 
@@ -225,8 +225,8 @@ class Checks:
                     f"rank {worker.rank} is {worker.machine.state} and fenced by {fenced}, not {generation}"
                 )
                 raise Violation("decided_after_all_settled", text)
-        # A rank that answered the fence before its session opened may have advanced since then. The decision does not
-        # know of that.
+        # A rank that answered the fence before its session opened may have advanced since then. The decision could not
+        # consider this progress.
         known = [r for r in self._reports() if record.data["sources"] or not r.alive or r.state == "torn"]
         floors = [f for f in map(committed_floor, known) if f is not None]
         if floors and record.data["step"] != max(floors):

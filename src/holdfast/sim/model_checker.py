@@ -3,8 +3,8 @@
 Theory. A state consists of the step machines, the vote of each rank, the messages in flight (in order per link), and
 the fence and decision of the coordinator. The search takes every possible action from each state, and skips states that
 it has already visited. The table of the step machine, the decision rule, and the test for outdated messages are the
-real ones. The coordinator models the fencing part of ``core.job.recovery`` without timers. It may notice a death at any
-later moment. A second death starts the recovery again.
+real ones. The coordinator models the fencing part of ``core.job.recovery`` without timers. The coordinator may notice a
+death at any moment after it. A second death starts the recovery again.
 
 Invariants checked in every state:
 1. No rank updates a step that another rank of the same generation has discarded.
@@ -81,8 +81,8 @@ class CheckedState(NamedTuple):
         fence: number of the newest fence that the coordinator has sent; 0: none.
         decided: the decided step; -1: there is no decision yet.
         deaths: number of ranks that have died.
-        updated: True if a rank has entered the update of ``STEP``.
-        discarded: True if a decision has made a rank discard ``STEP``.
+        updated: True if a rank has entered the update of ``STEP``, the step that the search is about.
+        discarded: True if a decision has made a rank discard this step.
     """
 
     ranks: tuple[RankNow, ...]

@@ -66,8 +66,8 @@ class SimLayouts:
 
     Attributes:
         agreement: the state machine that agrees with the other ranks on layouts.
-        have: the newest version of the layouts whose catalogue has arrived.
-        pause: the state machine of a stop of all ranks between two steps, for a move of ranks between nodes.
+        have: the newest layout version for which this rank has received the catalogue.
+        pause: the state machine of a pause: all ranks wait between two steps while some ranks move to other nodes.
     """
 
     def __init__(self, owner: LayoutOwner, world: LayoutScene) -> None:
@@ -75,7 +75,7 @@ class SimLayouts:
         self.have = NO_VERSION
         self.pause = PauseMachine()
         self._stops_in = NO_GENERATION
-        self._go_on: Callable[[], None] | None = None  # continues this rank after a stop
+        self._go_on: Callable[[], None] | None = None  # continues this rank after a pause
         self._own = b"0"
         self._layouts = Layouts((), {})
         self._owner = owner
@@ -86,7 +86,7 @@ class SimLayouts:
         self._tell(self.agreement.note(Layout(self._own, b""), self._owner.machine.generation))
 
     def drift(self) -> None:
-        """Change the layout of this rank at random, as if its state had other tensors, and publish a change."""
+        """Change the layout of this rank with a small probability, as if its tensors had changed. Publish a change."""
         if self._world.whims.random() < CHANGES / self._world.world_size:
             self._change()
         self.look()
@@ -95,9 +95,9 @@ class SimLayouts:
         self._own = b"%d" % self._world.whims.randrange(CONTENTS)
 
     def inherit(self, order: Receive) -> None:
-        """Take over the layouts of all ranks from ``order``, which makes a newcomer receive its state.
+        """Take over the layouts of all ranks from ``order``, the order to this newcomer to receive its state.
 
-        The newcomer publishes its layout if the agreement requires that.
+        The newcomer publishes its own layout if the layout agreement requires that.
         """
         mine = order.layouts.by_rank()[self._owner.rank]
         if order.version != NO_VERSION:
@@ -108,7 +108,7 @@ class SimLayouts:
             self._change()
 
     def ballot(self, said: Ballot) -> Ballot:
-        """Return the ballot of the next vote: a copy of ``said`` with the fields of the layout agreement filled in."""
+        """Return the ballot of the next vote: a copy of ``said`` in which the fields about layouts are filled in."""
         return self.agreement.ballot(said, self._owner.machine.generation, self.have)
 
     def read(self, tally: Tally) -> None:
@@ -119,16 +119,16 @@ class SimLayouts:
     def stop(
         self, later: Callable[[float, str, Callable[[], None]], None], go_on: Callable[[], None]
     ) -> bool:
-        """Stop this rank if the last vote ordered all ranks to stop.
+        """Pause this rank between two steps if the last vote ordered all ranks to pause.
 
-        The stop ends with a fence or the message ``HoldOver``, at the latest after ``HOLD_S`` virtual seconds.
+        The pause ends with a fence or the message ``HoldOver``, at the latest after ``HOLD_S`` virtual seconds.
 
         Args:
             later: schedules an action: (delay in virtual seconds, label, action).
-            go_on: called at the end of the stop, if no fence has ended it.
+            go_on: called at the end of the pause, if no fence has ended it.
 
         Returns:
-            True if the rank has stopped; False if the vote ordered no stop, or if that stop is already over.
+            True if the rank now pauses; False if the vote ordered no pause, or if that pause is already over.
         """
         here, self._stops_in, self._go_on = self._stops_in, NO_GENERATION, None
         owner = self._owner
@@ -149,7 +149,7 @@ class SimLayouts:
         return True
 
     def stop_over(self, message: HoldOver) -> None:
-        """End the stop that the message of the controller names. This rank need not have reached that stop yet."""
+        """End the pause that a message of the controller names. This rank need not have reached that pause yet."""
         owner = self._owner
         self.pause.handle(message)
         machine = owner.machine

@@ -21,7 +21,7 @@ class SlotState(msgspec.Struct):
 
     Attributes:
         step: the step that the slot claims to hold.
-        applied: number of updates that its parameters really contain; None: they belong to no step.
+        applied: number of updates that its parameters really contain; None: they were copied in the middle of a change.
         damaged: True if a bit of the copy has flipped.
     """
 
@@ -53,7 +53,7 @@ class Memory:
     def commit(self, rank: int, step: int, applied: int | None) -> None:
         """Record that a rank's copy of its state of ``step`` is complete.
 
-        ``applied`` is the number of updates that the copy really contains; None: its parameters belong to no step.
+        ``applied`` is the number of updates that the copy really contains; None: it was made in the middle of a change.
         """
         self._slots[rank] = [
             *(s for s in self._slots.get(rank, []) if s.step != step),
@@ -81,7 +81,8 @@ class Memory:
         """Load the kept state of ``step`` of a rank.
 
         Returns:
-            The number of updates that its parameters contain. None if the copy is damaged or belongs to no step.
+            The number of updates that its parameters contain. None if the copy is damaged, or was made in the middle of
+            a change of the parameters.
         """
         found = next(state for state in self._slots[rank] if state.step == step)
         applied = None if found.damaged else found.applied
@@ -100,7 +101,7 @@ class Memory:
             held.pop(step - self.every, None)
 
     def replays(self, rank: int) -> tuple[int, ...]:
-        """Return the steps that a rank can reach from one of its kept states with the logged updates after it."""
+        """Return the steps that a rank can reach if it applies logged updates to one of its kept states."""
         held, found = self._updates.get(rank, {}), set()
         for state in self.steps(rank):
             step = state
@@ -127,7 +128,7 @@ class Memory:
         """Load the kept state that ``order`` names, and repeat the logged updates if ``order`` asks for them.
 
         Returns:
-            The number of updates that the parameters then contain; None: they belong to no step.
+            The number of updates that the parameters then contain. None if no usable state results.
         """
         if not order.replays:
             return self.load(rank, order.step)

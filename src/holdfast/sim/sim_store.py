@@ -18,7 +18,7 @@ class SimShare(msgspec.Struct, frozen=True):
     Attributes:
         rank: the rank that wrote the share.
         shards: numbers of the boxes in the share; may be empty.
-        step: step of the rank's parameters; None: they belonged to no step, for example during an update.
+        step: step of the rank's parameters; None: they were being changed at that time, for example by an update.
         wrong: True if a flipped bit has changed the parameters, directly or through gradients.
     """
 

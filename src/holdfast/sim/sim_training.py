@@ -61,7 +61,8 @@ class SimTraining(ABC):
         wrong: this rank applied gradients that a flipped bit of some rank had changed.
         alive: the process has not died.
         stopped: a signal has stopped the process (SIGSTOP).
-        comparing: this rank waits for the result of a vote between two steps.
+        comparing: this rank waits for the result of a comparison, the all-reduce about layouts and copies of the state
+            that runs between two steps.
         busy: the script runs code outside of a block, or builds process groups, and so waits for no order.
     """
 
@@ -326,7 +327,7 @@ class SimTraining(ABC):
         self._cast(Ballot(step=self.machine.step, between=True, plan=plan, digest=digest))
 
     def compared(self, tally: Tally) -> None:
-        """Handle the tally of a vote between two steps, when the vote completes on this rank."""
+        """Handle the tally of a comparison of layouts and copies between two steps, when it completes on this rank."""
         if not self.runs or not self.comparing:
             return
         self.comparing = False
@@ -346,11 +347,11 @@ class SimTraining(ABC):
             self._next()
 
     def came(self, version: LayoutVersion, *, late: bool = False) -> None:
-        """Cast the next vote if the catalogue that this rank waits for has arrived, or if its time limit has passed.
+        """Cast the ballot of the next comparison, if the catalogue that this rank waits for has arrived or is late.
 
         Args:
             version: version of the layouts in the catalogue.
-            late: True if the time limit has passed. The ballot then reports that the catalogue did not arrive.
+            late: True if the time limit for the catalogue has passed. The ballot then reports that it did not arrive.
         """
         if self.wants == version and (late or self.holding.have >= version):
             self._between(1, self.holding.digest(self.flipped))

@@ -44,7 +44,7 @@ class SimSpare:
 
 
 class SimSpares:
-    """The spares of all nodes. It executes the orders about spares that agents give (``core/job/spares.py``)."""
+    """The spares of all nodes. Agents give orders to build, call and end spares, and this class executes them."""
 
     def __init__(self, world: Home) -> None:
         self.world = world

@@ -76,7 +76,7 @@ class Surroundings(TrainingScene, Protocol):
 
 
 class SimWorker(SimTraining):
-    """One simulated training process, from its start to its end. For other attributes see :class:`SimTraining`."""
+    """One simulated training process, from its start to its end. :class:`SimTraining` explains most attributes."""
 
     world: Surroundings
 
@@ -96,7 +96,7 @@ class SimWorker(SimTraining):
     # ---------------------------------------------------------------- process
 
     def start(self) -> None:
-        """Start the process: send the hello at once, and open the session after the time that imports take."""
+        """Start the process: send ``WorkerHello`` at once, and open the session after the time that imports take."""
         self.hello()
         self.later(self.world.jitter(0.02, 0.06), "open", self._ask if self.script.joining else self._open)
 

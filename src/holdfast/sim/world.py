@@ -503,7 +503,7 @@ class World:
 
         Returns:
             The number of updates in the parameters of that state. None if ``rank`` is dead, or if its parameters
-            belong to no step now.
+            are being changed now.
         """
         if not self.seated[rank].alive:
             return None
@@ -520,7 +520,7 @@ class World:
         return [w.rank for w in found if w.alive and w.opened and w.machine.state != "torn"]
 
     def lose_track(self) -> None:
-        """Forget all flipped bits if no two copies of the state differ now. No comparison could then detect a flip."""
+        """Treat flipped bits as absent if no two copies of the state differ now: no comparison could detect them."""
         if not self.flips:
             return
         living = [w for _, w in sorted(self.seated.items()) if w.alive]
@@ -530,7 +530,7 @@ class World:
             self.collectives.forget_wrong()  # an update of these ranks with changed gradients may be in progress
 
     def stood(self, rank: int) -> None:
-        """Raise ``Violation``, because a stopped rank has continued only when its time limit passed."""
+        """Raise ``Violation``, because a rank in a pause between two steps waited until the time limit of the pause."""
         self.checks.stood(rank)
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
@@ -545,7 +545,7 @@ class World:
         self.checks.plans(save_id, version, has_own)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """Check the change of a rank from state ``old`` to ``new`` in the step protocol, and inject due faults."""
+        """Check that a rank may change from state ``old`` to ``new``. Inject the faults that wait for ``new``."""
         if new == "torn" and not self.checks.distrusted:
             self.lose_track()
         self.checks.moved(worker, old, new)
@@ -554,7 +554,8 @@ class World:
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
         """End a worker process, break the collectives of its generation, and report the exit to its agent.
 
-        ``code`` is the exit code, and ``killed_by`` the number of the signal that killed the process. One is None.
+        ``code`` is the exit code, and ``killed_by`` the number of the signal that killed the process. One of them is
+        None.
         """
         if not worker.alive:
             return

@@ -361,7 +361,11 @@ def prune(
 
 
 def _mapped(texts: Iterable[str]) -> dict[str, str]:
-    """Parse texts ``KEY=PART``, and return the part of the state (such as ``model``) by key. Raises: UsageError."""
+    """Parse the texts ``KEY=PART`` of ``--map``. Return {KEY: PART}: which part of the state each key of SOURCE is.
+
+    Raises:
+        UsageError: a text has another form, or a key occurs twice.
+    """
     found: dict[str, str] = {}
     for text in texts:
         key, equals, part = text.partition("=")

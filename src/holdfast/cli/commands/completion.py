@@ -18,7 +18,7 @@ SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def script_for(shell: str) -> str:
-    """Return the completion script for ``shell``: commands, flags, and files for ``holdfast run``.
+    """Return the script by which ``shell`` completes commands, flags, and files after ``holdfast run``.
 
     Raises:
         UsageError: ``shell`` is not supported.

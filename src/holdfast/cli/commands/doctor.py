@@ -230,7 +230,7 @@ def _processes() -> DoctorFinding:
 def _temporary() -> DoctorFinding:
     """Test the directory of temporary files.
 
-    The worker processes of a data loader connect through sockets in this directory. They wait forever if they cannot.
+    The worker processes of a data loader connect through sockets in this directory. If they cannot, they wait forever.
     """
     try:
         place = tempfile.gettempdir()
@@ -282,9 +282,9 @@ def _directory(path: Path) -> DoctorFinding:
 
 
 def _losses(log: Path) -> list[DoctorFinding]:
-    """Return results about how many steps a run would lose with one rank, from its newest valid checkpoint.
+    """Return results about how many steps a run would lose if it lost one rank.
 
-    ``log`` is the event log of the run.
+    They are computed from the newest valid checkpoint of the run. ``log`` is the event log of the run.
     """
     root = RunHistory.read(event_log.read(log).events).root
     if not root:

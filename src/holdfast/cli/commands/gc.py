@@ -3,7 +3,8 @@
 Rules:
 1. A run is removed only if its end is in its event log (or ``--lost`` is given), none of its processes lives, and
    ``--days`` and ``--keep`` allow it.
-2. Checkpoints, and files that Holdfast did not make, are removed only if the user names their run for this.
+2. Checkpoints, and files that Holdfast did not make, are removed only if the user names their run with
+   ``--checkpoints-of``.
 3. A directory that another user could have made is not touched.
 4. ``run.json`` is removed last. A partly removed directory is therefore still a run for the next ``holdfast gc``.
 """

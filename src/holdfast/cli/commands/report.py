@@ -42,7 +42,7 @@ def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> i
 
 
 def _ended(view: RunView) -> str:
-    """Return a line about the end of the run, whose cause need not be a fault; empty if the run ended without error."""
+    """Return a line about how and why the run ended, with or without a fault; empty if it ended without error."""
     return (
         f"ended with {view.code}: {view.meaning}: {first_line(view.reason)}"
         if view.code and view.reason

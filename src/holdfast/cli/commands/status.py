@@ -140,7 +140,7 @@ def host_lines(view: RunView) -> list[str]:
 
 
 def leaving_text(host: HostView) -> str:
-    """Return a text about a host that will leave: its name, the time, and the sources of its notices."""
+    """Return a text about a host that will leave: its name, the time, and the sources that have announced it."""
     when = "" if host.leaves_at is None else f" by {clock(host.leaves_at)}"
     return f"{host.name} leaves{when} ({', '.join(host.leaves)})"
 

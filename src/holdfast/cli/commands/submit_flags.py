@@ -1,4 +1,4 @@
-"""Common parts of the commands ``holdfast submit slurm`` and ``k8s``: flags and options that they pass on."""
+"""Common parts of ``holdfast submit slurm`` and ``k8s``: the flags that they pass on to ``holdfast run`` or Slurm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PASSED = tuple(flag for flag in FLAGS if flag.use == "used" and flag.key not in 
 
 
 def passes_flags(command: click.Command) -> click.Command:
-    """Add to a command the flags of ``holdfast run`` that it passes on, and return the command."""
+    """Add to a command of ``holdfast submit`` the flags that it passes on to ``holdfast run``. Return the command."""
     for flag in PASSED:
         names = [name for name in flag.spellings if name.startswith("--") or name == "-m"]
         command.params.append(
@@ -41,7 +41,7 @@ def passes_flags(command: click.Command) -> click.Command:
 def flags_of(
     ctx: click.Context, values: Mapping[str, Any], *, without: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return the given flags that are passed on, as words of a command line of ``holdfast run``.
+    """Return the flags that the user has given for ``holdfast run``, as words of its command line.
 
     ``values`` has the value of each flag by key, and ``without`` the keys of flags to leave out.
     """
@@ -69,7 +69,7 @@ def passes_options(command: click.Command) -> click.Command:
 
 
 def key_of(name: str) -> str:
-    """Return the key of a Slurm option among click's values. It differs from the keys of all flags of Holdfast."""
+    """Return the key of a Slurm option among click's values, which no flag of Holdfast has."""
     return f"slurm_{name.replace('-', '_')}"
 
 

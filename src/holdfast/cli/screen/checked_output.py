@@ -49,7 +49,11 @@ class _Raw(io.FileIO):
         self._lost = False
 
     def write(self, data: Any) -> Any:
-        """Write ``data``, and return the number of bytes written or dropped. Raises: OutputLost, once."""
+        """Write ``data``, and return the number of bytes written or dropped.
+
+        Raises:
+            OutputLost: this is the first write to stdout that failed. Later calls drop ``data`` and do not raise.
+        """
         try:
             return len(data) if self._lost else super().write(data)
         except OSError as error:
@@ -66,7 +70,7 @@ def watch() -> None:
 
     A failed write to stdout raises ``OutputLost``. A failed write to stderr is ignored, because no stream is left to
     report it. A stream that the shell has closed (``>&-``) becomes the null device. Otherwise the next opened file
-    would get its number.
+    would get the same descriptor number, and with it the output.
     """
     for fd in range(3):
         try:

@@ -34,7 +34,10 @@ def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -
 
 
 def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching ranks of the run that is named on the command line, or of the newest run."""
+    """Return the ranks whose numbers begin with ``incomplete``.
+
+    They belong to the run that is named on the command line, or to the newest run.
+    """
     try:
         _, settings = _run_of(ctx)
     except HoldfastError:
@@ -43,9 +46,9 @@ def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 
 def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching attempts (numbers of starts of all workers) that have logs.
+    """Return the attempts (numbers of starts of all workers) that have logs and begin with ``incomplete``.
 
-    They are those of the run that is named on the command line, or of the newest run.
+    They belong to the run that is named on the command line, or to the newest run.
     """
     from holdfast.cli.screen.log_tail import attempts as numbers
     from holdfast.cli.screen.run_view import Watch
@@ -58,9 +61,9 @@ def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 
 def checkpoints(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching checkpoints below a root, newest first; after ``ROOT@``, their steps.
+    """Return the checkpoints below a root whose paths begin with ``incomplete``, newest first.
 
-    If there are none, ask the shell to complete file names.
+    After ``ROOT@``, return their steps in place of paths. Without such a path, ask the shell to complete file names.
     """
     root, at, _ = incomplete.rpartition("@")
     parent = root if at else incomplete.rpartition("/")[0]

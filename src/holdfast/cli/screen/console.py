@@ -165,8 +165,8 @@ class Screen:
 
         Args:
             text: the status of the run.
-            updated: (rank, text) of lines whose text the ranks replace, such as progress bars. On a terminal, the first
-                ``UPDATED_ROWS_MAX`` are shown above the status line.
+            updated: (rank, newest text) of each unfinished line that a rank overwrites, such as a progress bar. On a
+                terminal, the first ``UPDATED_ROWS_MAX`` are shown above the status line.
         """
         now_s = time.monotonic()
         if self._live is not None:

@@ -2,8 +2,8 @@
 
 Invariants:
 1. Each printed fault is named by its number and its rank.
-2. Of exceptions with the same text, apart from numbers, the log of only one is shown: they mostly have one cause.
-3. The log of a rank that left because of another rank's fault is not shown: its output is about that fault.
+2. Exceptions whose texts differ only in numbers mostly have one cause. The log of only one of their ranks is shown.
+3. A rank that exits because of another rank's fault only reports that fault in its output. Its log is not shown.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _text(faults: Sequence[FaultView]) -> str:
 def _answered(fault: FaultView, session: bool) -> str:
     """Return a text about the answer to a fault.
 
-    Only for a script with a ``session`` the text says that training continues. Otherwise that is not known.
+    Without a ``session``, the text does not say that training continues, because Holdfast does not know it.
     """
     if not session:
         return f"all workers were started again after {fault.recovered_s:.2f} s"

@@ -1,4 +1,4 @@
-"""One page per fault, made from the event log: rank, place, cause, duration, cost, and a suggestion for the user.
+"""One page per fault, made from the event log: rank, place in the script, cause, duration, cost, and a suggestion.
 
 The same log always gives the same report. A newer version of Holdfast can also report on an old run.
 """
@@ -107,7 +107,7 @@ class _Case:
         self.events: list[Event] = []
 
     def last(self, kind: str) -> dict[str, Any]:
-        """Return the data of the newest event of a kind; empty: there is no such event."""
+        """Return the data of the fault's newest event of a kind; empty: there is no such event."""
         return next((e.data for e in reversed(self.events) if e.kind == kind), {})
 
     @property
@@ -132,11 +132,11 @@ class _Case:
         return [e for e in others if e["kind"] != "collective"]
 
     def all(self, kind: str) -> list[dict[str, Any]]:
-        """Return the data of all events of a kind."""
+        """Return the data of all events of a kind that belong to the fault."""
         return [e.data for e in self.events if e.kind == kind]
 
     def before_the_plan(self, kind: str) -> list[dict[str, Any]]:
-        """Return the data of all events of a kind that came before the newest plan."""
+        """Return the data of the fault's events of a kind that came before the newest recovery plan."""
         planned = (at for at in reversed(range(len(self.events))) if self.events[at].kind == "planned")
         return [e.data for e in self.events[: next(planned, len(self.events))] if e.kind == kind]
 

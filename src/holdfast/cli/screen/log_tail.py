@@ -61,7 +61,7 @@ class FileTail:
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that are completed by ``data``, the next bytes of the file.
 
-        The state of an incomplete line is also returned if its text is being replaced and the period is over.
+        The text of an incomplete line that is being replaced is also returned, once per ``UPDATED_PERIOD_S``.
         """
         *lines, rest = re.split(rb"\r?\n", self._rest + data)
         if lines:

@@ -97,7 +97,7 @@ def is_unseen(view: RunView, one: RankView) -> bool:
 
 
 def _busy(one: RankView) -> Text:
-    """Return the time of the rank's last step without waiting for peers, with a remark if the rank is a straggler."""
+    """Return how long the rank worked in its last step, without its waits for peers. Mark a straggler."""
     text = f"{1e3 * one.busy_s:.0f} ms"
     slow = f"{text}, median {1e3 * one.usual_s:.0f} ms: {one.slow:.1f} x slower"
     return Text(slow, style="yellow") if one.slow else Text(text)

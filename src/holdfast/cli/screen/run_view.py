@@ -32,7 +32,11 @@ State = Literal["starting", "running", "recovering", "exiting", "ended", "lost"]
 
 
 class RankView(msgspec.Struct):
-    """One rank. ``age_s``: seconds since the rank last entered a phase (see :class:`Phase`)."""
+    """One rank of a run.
+
+    ``age_s``: seconds since the rank began its present activity (``phase``, such as ``backward``); during its start,
+    the age of its process.
+    """
 
     rank: int
     member_id: int
@@ -54,7 +58,8 @@ class RankView(msgspec.Struct):
 class SpareView(msgspec.Struct):
     """A spare, a process that waits to become a rank.
 
-    ``where``: the place in the script where it waits; empty: it is not ready. ``age_s``: seconds in this state.
+    ``where``: the place in the script where it waits; empty: it is still starting. ``age_s``: seconds since it began to
+    wait or, before that, since it was started.
     """
 
     pid: int
@@ -86,7 +91,7 @@ class RunView(msgspec.Struct):
         code, meaning: exit code and its meaning in words; None and empty before the end of the run.
         losses: lost seconds by cause (see ``lost_time.py``).
         goodput: share of the run's time that is not in ``losses``, from 0 to 1; None before the first step.
-        still_s: seconds since any rank made progress; 0: a step may take that long.
+        still_s: seconds since any rank made progress, if that is longer than a step may take; otherwise 0.
         kept_step: step of the newest checkpoint, sealed in this run or found at its start; -1: none.
     """
 
@@ -251,7 +256,7 @@ class Watch:
         )
 
     def _losses(self, now: float, step: int, still_s: float) -> dict[str, float] | None:
-        """Return the lost seconds of the run by cause; None before the first step, when the start is not over."""
+        """Return the lost seconds of the run by cause; None before the first committed step."""
         begun, story = self.settings.created_at, self.story
         made = step - max(story.found_step, 0)
         if now <= begun or not story.session or made <= 0:
@@ -264,7 +269,7 @@ class Watch:
 
 
 def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
-    """Return the path of the log of the rank that failed; None: the log is on another node."""
+    """Return the path of the log of the rank that ``fault`` names; None: the log is on another node."""
     if fault.node not in ("", settings.node):
         return None
     return log_path(log_root(run, settings), fault.attempt, fault.rank)
@@ -307,7 +312,7 @@ def _rank_view(page: Page) -> RankView:
 
 
 def _still_s(ranks: list[RankView]) -> float:
-    """Return the seconds since any rank in a session made progress; 0: a step may take that long."""
+    """Return the seconds since any rank in a session made progress, if a step never takes that long; otherwise 0."""
     living = [r for r in ranks if r.alive]
     busy_s = max((r.busy_s for r in living), default=0.0)
     inside = any(r.phase in INSIDE for r in living) and all(r.phase in INSIDE | OUTSIDE for r in living)
@@ -318,6 +323,6 @@ def _still_s(ranks: list[RankView]) -> float:
 
 
 def _age_s(page: Page) -> float:
-    """Return the seconds since the worker of a status page last entered a phase; 0: it has entered none."""
+    """Return the seconds since the worker of a status page began its present activity; 0: it has begun none."""
     entered_ns = page[Word.ENTERED_NS]
     return round(max(0.0, time.monotonic() - entered_ns / 1e9), 3) if entered_ns else 0.0

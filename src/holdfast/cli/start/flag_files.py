@@ -2,8 +2,8 @@
 
 Rules:
 1. The sources of a value, in the order of precedence: command line, environment variable, ``holdfast.toml``,
-   ``pyproject.toml``, default. If two flags set the same thing (``RIVALS``), only the flag from the source with
-   precedence counts.
+   ``pyproject.toml``, default. If two flags set the same thing (``RIVALS``), the flag from the later source in this
+   order is ignored.
 2. Only the files of the working directory are read.
 3. A key that is no flag is an error, and so is a value of another type. No setting is ignored silently.
 """

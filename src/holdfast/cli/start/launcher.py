@@ -1,7 +1,7 @@
 """The launcher, the process of ``holdfast run``. It starts the agent, shows progress and logs, and passes signals on.
 
-The launcher has no state of the protocol and shows only the content of files. If it dies, the agent asks the run for a
-graceful exit. If the agent dies, the launcher starts a new agent, which adopts the workers.
+The launcher takes no part in the protocol and shows only the content of files. If the launcher dies, the agent asks the
+run for a graceful exit. If the agent dies, the launcher starts a new agent, which adopts the workers.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class Contact(NamedTuple):
     def reached(self, bind: str) -> tuple[str, ...]:
         """Return ADDRESS:PORT for each address of the contact.
 
-        If the name is that of this host and resolves to loopback here, return only ``bind`` with the port.
+        If the name is that of this host and resolves to loopback here, return only ``bind`` (the address at which other
+        hosts reach this host) with the port.
         """
         hosts = (bind,) if self.means_here else self.addresses
         return tuple(endpoint(host, self.port) for host in hosts)
@@ -77,7 +78,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
 
     Raises:
         UsageError: a flag has a value that cannot work.
-        NotMet: the name of a host was still unknown after the time to meet.
+        NotMet: the name of a host was still unknown after the time limit for the nodes to meet.
     """
     text = str(values["nnodes"])
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
@@ -203,7 +204,8 @@ def _bind(asked: str | None, contact: Contact, wait_s: float) -> str:
 def _here_towards(contact: Contact) -> str:
     """Return the address of this host from which it reaches a contact.
 
-    If that depends on the address of the contact, prefer an address of the contact at which a host answers.
+    A contact may have several addresses that are reached from different addresses of this host. Then the first address
+    of the contact at which a host answers decides.
 
     Raises:
         OSError: there is no route to any address of the contact.

@@ -1,6 +1,6 @@
 """Checks of this host before the first worker starts. Without them each restart would fail in the same way.
 
-A start is refused only if it must fail: if the host has less than a run needs before the script does anything.
+A start is refused only if it must fail: if the host lacks room for status pages, processes, or a working interpreter.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def share_token(settled: FlagValues) -> None:
     Raises:
         UsageError: the file cannot be made.
         AuthError: the file belongs to another user.
-        NotMet: node 0 has not made the file within the time to meet.
+        NotMet: node 0 has not made the file within the time limit for the nodes to meet.
     """
     if settled.sources["token_file"] != SLURM:
         return

@@ -40,7 +40,7 @@ def torchrun_command(settled: FlagValues, script: str, args: Sequence[str]) -> l
 
 
 def give_way(settled: FlagValues, script: str, args: Sequence[str]) -> NoReturn:
-    """Replace this process by torchrun (exec), after a message about that.
+    """Print a message, and replace this process by torchrun (exec).
 
     Raises:
         UsageError: torchrun cannot be started.

@@ -15,7 +15,7 @@ from holdfast.runtime.node.torch_build import TESTED, TRIED, VARIABLE, all_resta
 def heed_torch(settings: RunSettings) -> tuple[RunSettings, tuple[str, ...]]:
     """Return settings that work with the installed torch, and notes for the user.
 
-    If torch is newer than the tested versions, Holdfast's self-test of it runs first. If that fails, the settings
+    If torch is newer than the tested versions, Holdfast's self-test of it runs first. If the test fails, the settings
     restart all workers after each fault. A torch that cannot be loaded is not reported here, because the script may not
     need it.
     """

@@ -58,8 +58,8 @@ class ControllerProcess:
         term: the term of the controller.
         alone: True if the controller decides only for its own host, because that host has lost all other hosts.
         lives: False after the end of the process.
-        lost: members that were given up before their status pages were read (record ``member_lost``), by this
-            controller or by an earlier one in its event log.
+        lost: members that were given up before their status pages were read (record ``member_lost``). This controller
+            gave them up, or an earlier controller whose record is in the event log.
         past: the state of the job after all lines of the event log so far.
         machine: the state machine of the controller.
     """

@@ -62,8 +62,8 @@ class HostsScene(CheckedScene, Protocol):
 class JudgedView:
     """The state of a run from the view of one controller: without the ranks that this controller has given up.
 
-    A controller that is alone decides only for the processes that it has seated. Another controller may at the same
-    time have started other processes for the same ranks on other hosts.
+    A controller that is alone decides only for processes with a seat in its own event log. On other hosts, another
+    controller may have started other processes for the same ranks.
     """
 
     def __init__(self, scene: HostsScene) -> None:
@@ -110,7 +110,7 @@ class JudgedView:
 
     @property
     def memory_losses(self) -> set[str]:
-        """Places whose data in memory was lost: ``agent``, ``controller``, ``node`` or ``page`` (a status page)."""
+        """What has lost its data in memory so far: an ``agent``, ``controller``, ``node`` or ``page`` (status page)."""
         return self._scene.memory_losses
 
     @property
@@ -194,9 +194,9 @@ class HostChecks(Checks):
             self.resuming(message)
 
     def _planned(self, record: LogRecord) -> None:
-        """Check the step that a controller has decided.
+        """Check that the decided step follows from the steps that the ranks have committed.
 
-        The step may also be justified by the last report of a rank that was given up.
+        A rank that was given up may also prove the step, by its last report.
         """
         try:
             super()._planned(record)
@@ -259,8 +259,8 @@ class HostChecks(Checks):
     def voted(self, node_id: NodeId, command: Send) -> None:
         """Check, when an election sends a message, that a node grants at most one vote in a term.
 
-        A host that was installed again may vote a second time in a term. Such a vote is marked as blank and not checked
-        here. Its consequences are checked by ``one_leader_per_term``.
+        A host that was installed again may vote a second time in a term. Its message then marks the vote as ``blank``,
+        and this check skips it. The check ``one_leader_per_term`` finds a second leader that results from it.
         """
         reply = command.message
         if isinstance(reply, VoteReply) and reply.granted and not (reply.trial or reply.blank):

@@ -73,7 +73,10 @@ def hosts_breach(seed: int, case: HostsCase) -> str:
 
 
 def _smaller(case: HostsCase) -> Iterator[HostsCase]:
-    """Yield each copy of ``case`` without one of its faults. Then yield each copy with one parameter made simplest."""
+    """Yield each copy of ``case`` without one of its faults. Then yield copies of ``case`` with a simpler job.
+
+    Each simpler job has one setting at its simplest value, for example no spare hosts.
+    """
     for fault in case.faults:
         yield msgspec.structs.replace(case, faults=tuple(f for f in case.faults if f is not fault))
     for each in case.host_faults:
@@ -93,9 +96,9 @@ def _smaller(case: HostsCase) -> Iterator[HostsCase]:
 def shrunk_hosts_case(
     seed: int, case: HostsCase, breach: Callable[[int, HostsCase], str] = hosts_breach
 ) -> HostsCase:
-    """Return the smallest schedule found that breaks the same invariant as ``case``.
+    """Remove faults and simplify the job while the schedule still breaks the same invariant. Return the result.
 
-    ``breach`` simulates a schedule as :func:`hosts_breach` does.
+    ``breach`` simulates a schedule and returns the broken invariant, as :func:`hosts_breach` does.
     """
     name = breach(seed, case).partition(":")[0]
     for smaller in _smaller(case):

@@ -113,7 +113,10 @@ class HostsWorld(World):
         self._faults.start(case.host_faults)
 
     def resume(self, before: HostsWorld) -> None:
-        """Continue the job of the run ``before``, which asked to be queued again, with its checkpoints and history."""
+        """Continue the job of the run ``before``, which asked to be queued again.
+
+        This run takes over the checkpoints and the history of ``before``.
+        """
         self.store.saves = {f"before/{name}": save for name, save in before.store.saves.items()}
         self.history = before.history
         self.history.requeued()
@@ -211,7 +214,7 @@ class HostsWorld(World):
     def _unmet(self, agent: SimAgent, host: SimHost) -> None:
         """End an agent that belongs to no job and knows no leader. Called ``UNMET_S`` after the start of the agent.
 
-        An agent without a job that knows a leader is checked again after ``UNMET_S``.
+        If the agent belongs to no job but knows a leader, this method runs again after ``UNMET_S``.
         """
         council = host.council
         if not agent.alive or council is None or council.meeting.job or council.apart:
@@ -234,7 +237,10 @@ class HostsWorld(World):
     # ---------------------------------------------------------------- faults
 
     def phase(self) -> str:
-        """Return the phase of the job according to the controller of the newest term; ``NO_PHASE`` if there is none."""
+        """Return the phase of the job that the controller of the newest term reports; without one, ``NO_PHASE``.
+
+        Controllers that decide alone, only for their own host, do not count.
+        """
         leading = self._leading()
         return NO_PHASE if leading is None else str(leading.machine.snapshot()["phase"])
 
@@ -246,7 +252,7 @@ class HostsWorld(World):
     def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None:
         """Cut the power of a host.
 
-        It starts again after ``back_s`` virtual seconds (0: never), with an empty disk if ``empty``.
+        The host starts again after ``back_s`` virtual seconds (0: never), with an empty disk if ``empty``.
         """
         host, agent = self.hosts[node_id], self._agents[node_id]
         if not host.is_up or host.left:
@@ -422,7 +428,7 @@ class HostsWorld(World):
         self.checks.sends(process, message)
 
     def finished(self, process: ControllerProcess, finish: Finish) -> None:
-        """Record that a controller has ended the run for the agents that are connected to this controller."""
+        """Record ``finish``, the order with which a controller ends the run for the agents connected to it."""
         self.finishes.append((process.alone, finish))
 
     # ---------------------------------------------------------------- agents and elections
@@ -447,8 +453,8 @@ class HostsWorld(World):
     def claim(self, node_id: NodeId, claim: Claim, answer: Callable[[WitnessReply], None]) -> None:
         """Send a claim to the witness on behalf of an agent.
 
-        A claim proposes the voters of the electorate with a number. The first claim of a number wins. The reply to each
-        claim contains the voters of the first one.
+        A claim proposes the voters of one electorate, which it names by number. The first claim of a number wins. Every
+        reply about this number contains the voters of the first claim.
 
         Args:
             node_id: the host of the agent.
@@ -523,7 +529,7 @@ class HostsWorld(World):
 
         Returns:
             The number of updates in the parameters of that state. None if ``rank`` is dead, if its host is not
-            connected to the newcomer's host, or if its parameters belong to no step now.
+            connected to the newcomer's host, or if its parameters are being changed now.
         """
         if not self.network.connects(newcomer.node_id, self.seated[rank].node_id):
             return None
@@ -534,8 +540,8 @@ class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a run on several hosts.
 
     Attributes:
-        code: exit code of the job; if no controller with a majority ended the run, that of a controller that decided
-            alone; -1: no host is left.
+        code: exit code of the job, from a controller with a majority if one ended the run, otherwise from a controller
+            that decided alone; -1: no controller ended the run, and no host is left.
         step: the step at which training finished; -1: training did not finish.
         time_s: virtual seconds of the run.
         digest: digest of all simulated events, equal for equal runs.

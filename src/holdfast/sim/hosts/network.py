@@ -191,7 +191,7 @@ class Network:
         return both and self.scene.is_up(one) and self.scene.is_up(other)
 
     def connect(self, one: NodeId, other: NodeId) -> tuple[End, End]:
-        """Open a connection between two hosts. Return the end of ``one`` and the end of ``other``."""
+        """Open a connection between the hosts ``one`` and ``other``. Return its ends, that of ``one`` first."""
         connection = Connection(self, (one, other))
         self._connections = [c for c in self._connections if not c.is_over]
         self._connections.append(connection)

@@ -102,7 +102,10 @@ class SimCouncil:
         self._link = SimLink(scene, host, self._from_link)
 
     def begin(self) -> None:
-        """Connect to the other agents and to a controller on this host. Start the election, or found the job."""
+        """Connect to the other agents and to a controller that still runs on this host.
+
+        If the disk has an electorate, start the election. Otherwise found the job, unless ``founders`` was 0.
+        """
         self._look_at_log()
         self._dial()
         process = self._link.join_local()

@@ -123,7 +123,7 @@ class SimDisk:
         """Replay the event log and return the state of the job with which a controller on this host starts.
 
         Args:
-            now_s: the reading of this host's clock. Times in the result are on this clock, and none is later.
+            now_s: the reading of this host's clock. Times in the result are on this clock, and none is after ``now_s``.
             alone: True for a controller that decides alone.
         """
         past = ReplayedState()

@@ -67,7 +67,7 @@ class SimLink:
 
         Args:
             term: the term of the new controller.
-            up: called with ``term`` after the connection.
+            up: called with ``term`` when the agent is connected to the new controller.
             alone: True if the new controller decides only for this host.
         """
         attempt = self._replace()

@@ -37,7 +37,7 @@ class Trainer(Protocol):
 class Contribution(NamedTuple):
     """The gradients of one rank in one step.
 
-    ``applied``, the number of updates in the parameters of the rank at that time, stands in place of the values.
+    ``applied`` is the number of updates that the rank's parameters then contained. It represents the gradients' values.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class StepHistory:
         Args:
             worker: the process of the rank.
             step: the step.
-            loss: the gradients of all ranks that the update has used, in place of the loss.
+            loss: the gradients of all ranks that the update has used. They represent the loss, which they determine.
             ranks: number of ranks of the job in this step.
 
         Raises:
