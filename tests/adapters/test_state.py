@@ -343,3 +343,14 @@ def test_few_lists_that_hold_more_than_any_memory_are_refused(monkeypatch: pytes
     with pytest.raises(StateError, match="more than 2000 values"):
         split(value, "state")
     assert split([0] * 1_999, "state") == [0] * 1_999
+
+
+def test_a_view_follows_a_parameter_that_gets_other_memory() -> None:
+    """Regression: ``parameter.data = ...`` was not seen by digests of a state that was collected before."""
+    model = nn.Linear(2, 2, bias=False)
+    collected = TorchState(model, {}, None, None, {}).collect()
+    box = Box.whole((2, 2))
+    before, marks = bytes(collected.view("weight", box)), collected.writes()
+    model.weight.data = torch.full((2, 2), 3.0)
+    assert bytes(collected.view("weight", box)) == model.weight.detach().numpy().tobytes() != before
+    assert collected.writes() != marks

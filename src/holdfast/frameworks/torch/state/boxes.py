@@ -201,6 +201,14 @@ def writes_of(tensor: torch.Tensor) -> int:
     return private_api.write_count(tensor)
 
 
+def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return address and write count of a tensor, one of which changes with each counted write.
+
+    ``tensor.data = other`` changes the address, and is no write that torch counts.
+    """
+    return local_of(tensor).data_ptr(), writes_of(tensor)
+
+
 def parts_of(tensor: torch.Tensor, name: str) -> list[LocalPart]:
     """Return the regions of ``tensor`` that this rank holds; none if the rank is outside of the tensor's mesh.
 

@@ -16,20 +16,20 @@ from typing import NamedTuple
 import torch
 
 from holdfast.frameworks.torch import private_api
-from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.frameworks.torch.state.boxes import mark_of
 from holdfast.frameworks.torch.state.parameter_names import BufferSlot
 
 SMALL_NUMEL = 65536
 """Largest buffer, in elements, that is copied at each step."""
-UNCOUNTED = -1
-"""The value in place of a write count for a small buffer, which is copied without regard to its writes."""
+UNCOUNTED = (0, -1)
+"""The mark of a small buffer, which is copied at each step."""
 
 
 class _Kept(NamedTuple):
-    """A buffer of the model, torch's count of its writes when it was copied, and the copy."""
+    """A buffer of the model, its mark (``mark_of``) when it was copied, and the copy."""
 
     live: torch.Tensor
-    writes: int
+    mark: tuple[int, int]
     copy: torch.Tensor
 
 
@@ -58,26 +58,26 @@ class BufferCopies:
                 if live is None:
                     continue
                 kept = self._kept.get(slot.fqn)
-                if kept is not None and kept.live is live and kept.writes == UNCOUNTED:
+                if kept is not None and kept.live is live and kept.mark == UNCOUNTED:
                     sources.append(live)
                     copies.append(kept.copy)
                 elif live.numel() <= SMALL_NUMEL:
                     self._kept[slot.fqn] = _Kept(live, UNCOUNTED, live.detach().clone())
-                elif kept is None or kept.live is not live or kept.writes != writes_of(live):
+                elif kept is None or kept.live is not live or kept.mark != mark_of(live):
                     self._kept[slot.fqn] = self._of_large(slot.fqn, live)
             if copies:
                 private_api.copy_many(copies, sources)
 
     def _of_large(self, fqn: str, live: torch.Tensor) -> _Kept:
         """Return a copy of a large buffer that was written since the last copy."""
-        writes, kept = writes_of(live), self._kept.get(fqn)
+        mark, kept = mark_of(live), self._kept.get(fqn)
         theirs = self._other._kept.get(fqn) if self._other is not None else None
-        if theirs is not None and theirs.live is live and theirs.writes == writes:
+        if theirs is not None and theirs.live is live and theirs.mark == mark:
             return theirs
         if kept is None or kept.live is not live or (theirs is not None and theirs.copy is kept.copy):
-            return _Kept(live, writes, live.detach().clone())
+            return _Kept(live, mark, live.detach().clone())
         kept.copy.copy_(live)
-        return kept._replace(writes=writes)
+        return kept._replace(mark=mark)
 
     def by_name(self) -> Mapping[str, torch.Tensor]:
         """Return the copies by the names of the buffers."""
@@ -91,5 +91,5 @@ class BufferCopies:
                 if kept is not None:
                     slot.module._buffers[slot.key] = kept.live
                     kept.live.copy_(kept.copy)
-                    if kept.writes != UNCOUNTED:
-                        self._kept[slot.fqn] = kept._replace(writes=writes_of(kept.live))
+                    if kept.mark != UNCOUNTED:
+                        self._kept[slot.fqn] = kept._replace(mark=mark_of(kept.live))

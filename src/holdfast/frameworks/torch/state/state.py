@@ -41,11 +41,11 @@ from holdfast.frameworks.torch.state.boxes import (
     global_shape,
     is_direct,
     local_of,
+    mark_of,
     own_bytes,
     parts_of,
     placed,
     refuse_undeclared,
-    writes_of,
 )
 from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
 from holdfast.frameworks.torch.state.devices import await_devices, devices_of, named_errors
@@ -126,7 +126,7 @@ class TorchCollected:
         self.tensors: dict[str, torch.Tensor] = {}
         self.values: dict[str, Plain] = {}
         self._parts: dict[str, dict[Box, LocalPart]] = {}
-        self._own: dict[tuple[str, Box], memoryview | None] = {}
+        self._own: dict[tuple[str, Box], tuple[int, memoryview | None]] = {}  # with its address
         self._layout: RankLayout | None = None
         self._copied_from: set[torch.device] = set()
 
@@ -186,10 +186,11 @@ class TorchCollected:
 
     def own(self, fqn: str, box: Box) -> memoryview | None:
         """Return the memory of one box if it holds the bytes in C order, otherwise None; the result is cached."""
-        key = (fqn, box)
-        if key not in self._own:
-            self._own[key] = own_bytes(self.region(fqn, box))
-        return self._own[key]
+        region = self.region(fqn, box)
+        address, known = region.data_ptr(), self._own.get((fqn, box))
+        if known is None or known[0] != address:  # `tensor.data = other` exchanges the memory
+            known = self._own[fqn, box] = address, own_bytes(region)
+        return known[1]
 
     def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
         """Begin to copy bytes ``start`` to ``stop`` of one box into ``goal`` (the store's ``DeviceSource``)."""
@@ -222,7 +223,7 @@ class TorchCollected:
         return local if local.shape == box.sizes else local[part.where]
 
     def writes(self) -> tuple[int, ...]:
-        """Return one number per tensor that changes with its content: torch's write count, or a digest.
+        """Return numbers of each tensor that change with its content: address and write count, or a digest.
 
         Tensors of the user's own state get a digest, because code often writes averages of weights without being
         counted.
@@ -232,7 +233,7 @@ class TorchCollected:
             if fqn.startswith("state.") or tensor.is_inference():
                 counts += (xxhash.xxh3_64_intdigest(self.view(fqn, box)) for box in self.parts(fqn))
             else:
-                counts.append(writes_of(tensor))
+                counts += mark_of(tensor)
         return tuple(counts)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from holdfast.frameworks.torch.state.boxes import local_of, writes_of
+from holdfast.frameworks.torch.state.boxes import local_of, mark_of
 from holdfast.frameworks.torch.state.optimizer_state import Undo, parameters_of
 from holdfast.frameworks.torch.state.state import TorchState
 
@@ -99,7 +99,7 @@ class UntrainedWeights:
                 self._undo.keep(held.tensor)
                 self._kept.append(held)
             else:
-                self._marks.append((held, _mark(held.tensor)))
+                self._marks.append((held, mark_of(held.tensor)))
 
     def _trained(self, trained: set[int]) -> Iterator[torch.Tensor]:
         for parameter in self._state.names.parameters.values():
@@ -134,7 +134,7 @@ class UntrainedWeights:
             else:
                 self._moves.add(held.path)
         self._moves |= {
-            held.path for held, mark in self._marks if held.is_replaced or _mark(held.tensor) != mark
+            held.path for held, mark in self._marks if held.is_replaced or mark_of(held.tensor) != mark
         }
 
     def put_back(self) -> None:
@@ -146,7 +146,7 @@ class UntrainedWeights:
             if held.is_replaced:
                 self._moves.add(held.path)
                 held.put_back()
-        changed = [held.path for held, mark in self._marks if _mark(held.tensor) != mark]
+        changed = [held.path for held, mark in self._marks if mark_of(held.tensor) != mark]
         self._moves |= set(changed)
         if changed and not self._told:
             self._told = True
@@ -178,7 +178,3 @@ class UntrainedWeights:
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
-
-
-def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    return local_of(tensor).data_ptr(), writes_of(tensor)
