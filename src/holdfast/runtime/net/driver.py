@@ -41,7 +41,7 @@ class Machine(Protocol):
         ...
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Handle one event and return its commands, in order."""
+        """Handle one event, and return the commands to execute because of it, in order."""
         ...
 
 

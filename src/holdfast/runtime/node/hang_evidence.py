@@ -182,12 +182,12 @@ async def find(
     workers: Sequence[tuple[MemberId, int, Page]],
     ask: Callable[[MemberId], bool] | None = None,
 ) -> dict[MemberId, ProcessEvidence]:
-    """Collect evidence about all workers in parallel, in at most ``ANSWER_S`` seconds.
+    """Collect evidence about all ``workers`` in parallel, in about ``ANSWER_S`` seconds. Return it by member.
 
     Args:
         workers: (member, pid, status page) of each worker.
-        ask: sends :class:`~holdfast.core.protocol.health_messages.ShowRecords` to a worker; returns False if the worker
-            is not connected.
+        ask: requests the flight records of a worker's framework; returns False if the worker is not connected. None: do
+            not collect these records.
     """
     before = {member_id: sample(pid) for member_id, pid, _ in workers}
     records: dict[MemberId, Path] = {}

@@ -44,7 +44,7 @@ Watched = Literal["node", "pod"]
 
 
 class PodPlace(NamedTuple):
-    """The place of this process in a cluster: names, and the directory with the token of the pod's service account."""
+    """The names of this process's node, pod and namespace, and the directory with the token of its service account."""
 
     node: str
     pod: str
@@ -53,7 +53,7 @@ class PodPlace(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
-        """Return the place that ``environment`` describes. Return None outside of a pod, or if there is no token."""
+        """Return the values that ``environment`` describes. Return None outside of a pod, or if there is no token."""
         if missing_in(environment):
             return None
         node, pod, namespace = (environment[name] for name in DOWNWARD)
@@ -77,7 +77,7 @@ def require(environment: Mapping[str, str]) -> None:
     """Raise an error if ``--notices kubernetes`` cannot work in this process.
 
     Raises:
-        UsageError: this is no pod with a token and names, or the client is not installed.
+        UsageError: the process is not in a pod, a variable or the token is missing, or the client is not installed.
     """
     if missing := missing_in(environment):
         raise UsageError(
@@ -162,7 +162,7 @@ class ObjectWatch:
 
     Args:
         kind: the object to watch: the Node or the Pod of this process.
-        place: the place of this process in the cluster.
+        place: the names of this process's node and pod, and the directory of its token.
         environment: the environment of this process, which has the address of the API server.
     """
 

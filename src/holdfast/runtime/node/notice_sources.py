@@ -301,7 +301,7 @@ async def output_of(
 def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource]:
     """Return the sources that ``spec``, the value of ``--notices``, names.
 
-    ``auto`` means Slurm in a Slurm job, and Kubernetes in a pod that has its names and a token.
+    ``auto`` means Slurm in a Slurm job, and Kubernetes in a pod that can send requests to the API server.
 
     Raises:
         UsageError: ``spec`` names an unknown source, or one that cannot work here.

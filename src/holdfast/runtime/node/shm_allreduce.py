@@ -11,7 +11,8 @@ Invariants:
 1. A record (a ballot or a note) is accepted only if its sequence number is the expected one and its digest matches. If
    a store becomes visible late, or in another order, the reader waits.
 2. A vote that returns has read a ballot of every rank of the board. A posted record is kept when its rank dies.
-3. Each wait ends: with the record, with an exception of ``check``, or because the writer is gone.
+3. Each wait ends: with the record, with an exception of the caller's function ``check``, or because the rank that has
+   to write the record is gone.
 """
 
 from __future__ import annotations
@@ -121,7 +122,12 @@ class SharedMemoryAllReduce:
         self._post(self._note(self.rank, turn), turn, data)
 
     def hear(self, rank: int, check: Check) -> bytes:
-        """Wait for the next note of ``rank``, and return it. The exceptions are those of :meth:`reduce`."""
+        """Wait for the next note of ``rank``, and return it.
+
+        Raises:
+            PeerLost: the rank is gone and has not posted the note.
+            Exception: any exception of ``check``, which is called again and again during the wait.
+        """
         self._notes[rank] += 1
         turn = self._notes[rank]
         return self._await(rank, self._note(rank, turn), turn, check)

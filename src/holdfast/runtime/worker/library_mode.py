@@ -7,7 +7,8 @@ only while the process that wrote it lives. So the pointer of an earlier run at 
 is in a private directory of this user, because a shell loop may start each rank in another working directory. Several
 nodes have an agent each; ``library_nodes.py`` connects these agents.
 
-Invariant: two processes never take the same rank of one agent. If two jobs have the same variables, one is refused.
+Invariant: two processes never take the same rank of one agent. If two jobs run with the same variables, the later job
+is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The connection of a worker to the agent of its node: one daemon thread with sockets of the standard library.
 
 Every collective releases the GIL. So the thread works while the main thread is in C++, and a fence always arrives. When
-the agent dies, the thread reads the endpoint file until a successor answers. It then sends the queued messages. It also
-repeats the last message of each kind in ``REPEATED``, because the dead agent may not have passed it on. Some messages
-that this process has received may be unknown to the successor, and are sent to it as well
+the agent dies, the thread reads the endpoint file until a successor answers. It then sends the queued messages. Of
+some types (``REPEATED``) it also sends the last message again, because the dead agent may not have passed that message
+on. The successor may lack some messages that this process has received. They are sent to the successor as well
 (:meth:`WorkerClient.repeat`).
 """
 
@@ -80,9 +80,9 @@ class WorkerClient:
 
     Attributes:
         hello: returns the rank's state and step for :class:`WorkerHello`; a session sets it.
-        on_fence_default: poisons the process groups of a script that has no session.
-        fenced: True from a fence until the next :class:`ResumeInPlace`.
-        orphaned: True from the time when no further agent is expected, until one answers nevertheless.
+        on_fence_default: called at a fence. In a script that has no session it poisons the process groups.
+        fenced: True from a fence until the next :class:`ResumeInPlace`, the order to continue in this process.
+        orphaned: True from the time when no further agent is expected, until an agent answers nevertheless.
     """
 
     _current: WorkerClient | None = None
@@ -299,7 +299,7 @@ class WorkerClient:
             return  # the pipe is full of wake-ups already
 
     def _guard(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Wrap the body of a thread, so that an exception in it ends the process.
+        """Return a thread's function ``body``, changed so that an exception in it ends the process.
 
         A worker without this thread could hang the job.
         """
@@ -350,7 +350,7 @@ class WorkerClient:
                 time.sleep(RETRY_S)
 
     def _is_orphan(self, away_s: float) -> bool:
-        """Return True if, after ``away_s`` seconds without an agent, no successor of the agent is expected."""
+        """Return True if no successor of the agent is expected after ``away_s`` seconds without an agent."""
         if away_s <= min(ORPHAN_LOOK_S, self.orphan_s):
             return False
         assert self.run_dir is not None
