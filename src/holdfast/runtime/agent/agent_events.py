@@ -66,8 +66,8 @@ class DeathRead(msgspec.Struct, frozen=True):
     """The result of reading the status page of a dead member.
 
     Attributes:
-        exited: the report for the state machine.
-        error: empty if the page was read. Otherwise why it was not; ``exited`` then holds no facts from the page.
+        exited: the report of the member's end, for the state machine.
+        error: why the page could not be read; ``exited`` then has no facts from the page. Empty: the page was read.
     """
 
     exited: MemberExited

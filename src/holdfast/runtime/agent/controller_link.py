@@ -250,5 +250,5 @@ class ControllerLink:
 
 
 def controller_up(endpoint: Endpoint) -> ControllerUp:
-    """Return the event for the election that this node's controller listens at ``endpoint``."""
+    """Return the event ``ControllerUp``: this node's controller listens at ``endpoint``."""
     return ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port)

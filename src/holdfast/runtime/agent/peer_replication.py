@@ -93,7 +93,7 @@ class ReplicaRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to each message. The answer to a ``ReplicaRequest`` contains bytes and the marker of the slot.
+    """The server's answer to each message. The answer to a ``ReplicaRequest`` has bytes and the marker of the slot.
 
     ``size_bytes`` is the size of the requested slot, 1 for any other accepted message, and 0 for a refused message.
     """
@@ -271,7 +271,7 @@ class PeerReplication:
         return port
 
     def close(self) -> None:
-        """Stop the server and the sending."""
+        """Stop the server and the sending of states."""
         if self._task is not None:
             self._task.cancel()
         self._server.close()

@@ -307,7 +307,10 @@ class Peers:
         return newer
 
     def _compare(self, hello: PeerHello) -> None:
-        """Log tolerated differences between the versions of two nodes, once per version."""
+        """Log each package whose version on another node differs from this node's, once per version.
+
+        Such differences are tolerated.
+        """
         for name in sorted(self._versions.keys() & hello.versions.keys()):
             here, there = self._versions[name], hello.versions[name]
             if here != there and (name, there) not in self._told:

@@ -1,4 +1,4 @@
-"""The reuse of a run id: files of the previous start are moved aside, and its checkpoints keep their path.
+"""The reuse of a run id: the files of the previous start are moved aside, but the checkpoints keep their path.
 
 A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user who follows the hint in the
 last line of a run. The run directory of the newest start has the plain name ``ID``. The run directories of earlier
@@ -62,8 +62,8 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
 def bring_checkpoints(run: RunDir, aside: Path) -> bool:
     """Move the checkpoints in ``aside``, the run directory of an earlier start, to the new run directory of this run.
 
-    The new start resumes from these checkpoints. Only a script that names no directory saves into its run directory.
-    Return False if ``aside`` has no checkpoints.
+    The new start resumes from these checkpoints. Checkpoints are in a run directory only if the script names no other
+    directory. Return False if ``aside`` has no checkpoints.
     """
     old = RunDir(aside).checkpoints
     if not old.is_dir() or old.is_symlink():  # with several nodes they are beside the run directory

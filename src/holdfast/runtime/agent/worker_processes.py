@@ -8,7 +8,7 @@ A new process is therefore started only after the pidfd has fired, or when the e
 The zygote may be stopped, frozen or stuck. Each request to it therefore has a time limit, and a member is ended without
 waiting for the zygote. A member without a known process is reported as exited when its kill is ordered, or when the
 zygote is lost. If the zygote has forked the process nevertheless, the agent kills the process as soon as its pid is
-known. ``ProcessGone`` is posted for every member, and only the first one counts.
+known. ``ProcessGone`` is posted for every member. It may be posted twice for one member; only the first post counts.
 """
 
 from __future__ import annotations
@@ -444,10 +444,7 @@ class Processes:
         self._post(ProcessGone(member_id, 0, None, None, time.monotonic_ns()))
 
     async def end(self, *, kill: bool) -> None:
-        """End the zygote and, with ``kill``, all workers.
-
-        Workers that the zygote forks in the meantime are killed as well.
-        """
+        """End the zygote. With ``kill``, first kill all workers, including those that the zygote forks meanwhile."""
         self._ending = True
         self._waiting.clear()
         self._asked = dict.fromkeys(self._asked)

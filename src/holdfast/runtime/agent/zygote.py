@@ -218,7 +218,7 @@ class Zygote:
             self._agent = None
 
     def _read(self, peer: _AgentPeer) -> Spawn | None:
-        """Handle the messages of a peer. Return the Spawn of this process if it is a forked child."""
+        """Handle the messages of a peer. Return the Spawn order in a forked child, and None in the zygote."""
         was_open = peer.link.open
         try:
             messages = peer.read()
@@ -469,7 +469,7 @@ def become_worker(spawn: Spawn) -> int:
 def _early(settings: RunSettings) -> str:
     """Return why workers of this script cannot be forked; empty: they can be.
 
-    They cannot if the script sets environment variables that the import of torch reads.
+    They cannot be forked if the script sets environment variables that the import of torch reads.
     """
     if settings.framework != "torch" or settings.kind == "executable":
         return ""

@@ -140,7 +140,7 @@ class _Sent:
 
 
 class StatusPublisher:
-    """The sender of this node's status to its targets.
+    """The sender of this node's status to its targets in Kubernetes: the pod's annotations and the TrainJob.
 
     Args:
         places: the targets; if empty, nothing is sent.

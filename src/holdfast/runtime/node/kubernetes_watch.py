@@ -3,9 +3,9 @@
 Theory. Each of the two objects is listed once, then watched from the version of the list. A stream that ends is opened
 again at the last version that it has shown, at most once a second. If the server no longer has that version (410), the
 object is listed again. After an error the pause doubles, up to a minute. If the token is refused (401), it is read
-again from its file, which the kubelet replaces. A missing permission (403) ends the watch. If only streams fail, the
-object is listed again after these pauses. If the list fails twice in a row, the source fails, and the object that was
-last seen stays valid.
+again from its file, which the kubelet replaces. A missing permission (403) ends the watch. From the second error in a
+row on, the object is listed again after the pause. If that list fails as well, the source fails, and the object that
+was last seen stays valid.
 
 A watch blocks in the official client, so each watch has one thread. The thread is a daemon, so that the end of the
 process does not wait for the server.

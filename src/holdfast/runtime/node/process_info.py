@@ -84,11 +84,11 @@ def left_of(pid: int) -> tuple[int, int, int] | None:
 
 
 def await_end(pid: int, still_s: float, most_s: float) -> bool:
-    """Block until an exiting process is gone. Return False if it is not gone within these bounds.
+    """Block until an exiting process is gone. Return False if the wait ends before the process is gone.
 
     Args:
-        still_s: the wait ends after this many seconds without progress.
-        most_s: bound of the whole wait, in seconds.
+        still_s: the wait ends after this many seconds without progress of the exit.
+        most_s: the wait ends after this many seconds in any case.
     """
     fd = pidfd(pid)
     if fd < 0:

@@ -177,8 +177,8 @@ class WatchedEnvironment(os._Environ[str]):
     """``os.environ`` during the imports of the zygote: it records the first read of a variable in which workers differ.
 
     A copy of the whole environment does not count as a read, because libraries copy it for their child processes. In
-    such a copy these variables have the value ``UNKNOWN``. A later use as a number is then an error, and not a wrong
-    rank. Only reads by Python code are detected.
+    such a copy these variables have the value ``UNKNOWN``. A later use of this value as a number raises an error, and
+    gives no wrong rank. Only reads by Python code are detected.
     """
 
     names: Collection[str] = frozenset()

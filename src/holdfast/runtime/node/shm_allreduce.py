@@ -87,7 +87,7 @@ class SharedMemoryAllReduce:
         return self
 
     def close(self) -> None:
-        """Remove the file. The mapping is freed together with this object."""
+        """Remove the file of the board. The mapping is freed together with this object."""
         self._path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ use

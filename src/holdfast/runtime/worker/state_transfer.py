@@ -86,11 +86,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class StateServer(AnswerServer[Talk]):
-    """A server that sends one frozen state to processes of the same run.
+    """A server that sends one state of this rank, which does not change meanwhile, to processes of the same run.
 
     Args:
-        view: returns the bytes of a box that this rank holds; raises :class:`HoldfastError` for other boxes, and for a box
-            that it cannot read.
+        view: returns the bytes of a box that this rank holds; raises :class:`HoldfastError` for another box, and for a
+            box that it cannot read.
         values: the encoded plain values.
         secret: secret of the run.
         service: the service name for this rank and generation, see ``service_names.py``.

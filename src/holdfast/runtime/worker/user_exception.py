@@ -1,4 +1,6 @@
-"""The report of an exception of user code that ends its process: to the log, the error file and the controller.
+"""The report of an exception that user code raised and that ends the process.
+
+The report is written to the log and the error file, and is sent to the controller.
 
 Theory. The exception is reported as soon as it is known. A session that sees the exception reports it while the
 process still holds the state. The process then waits for the order to leave, because the same error may hit all ranks
