@@ -155,7 +155,9 @@ class AgentDaemon:
 
     @classmethod
     def open(cls, run: RunDir) -> Self:
-        """Return the agent of run directory ``run``, with the votes, keys and event log of an earlier agent.
+        """Return the agent of run directory ``run``.
+
+        It continues with the election vote, the key-value store and the event log that an earlier agent has left.
 
         Raises:
             UserError: a file of the run is missing or damaged.

@@ -297,7 +297,7 @@ class BlockingChannel(Generic[M]):
         """Connect, complete the handshake, and return the channel.
 
         Raises:
-            OSError: no process listens there, or the peer is too slow (``TimeoutError``).
+            OSError: no process listens at the address, or the peer is too slow (``TimeoutError``).
             AuthError, ProtocolError: the handshake failed.
         """
         sock = dial(at, timeout_s)

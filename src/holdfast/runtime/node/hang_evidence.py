@@ -154,7 +154,7 @@ def sample(pid: int) -> ProcessSample:
 def compare(first: ProcessSample, second: ProcessSample) -> tuple[str, float]:
     """Return the process state, and the used share of a core (0 to 1), from two readings of a process.
 
-    The state is that of the second reading. But "D" (uninterruptible wait) counts only if both readings have it.
+    The state is taken from the second reading. But "D" (uninterruptible wait) counts only if both readings have it.
     """
     passed_s = max(second.at_s - first.at_s, 1e-6)
     cpu = min(1.0, max(0.0, (second.cpu_s - first.cpu_s) / passed_s))

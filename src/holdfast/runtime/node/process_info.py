@@ -171,8 +171,8 @@ def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
 def kill_group(pid: int) -> None:
     """Send SIGKILL to the remaining processes of the process group that ``pid`` leads.
 
-    Python's resource tracker in the group is spared. It ends on its own after the others, and removes the semaphores
-    and the shared memory that they have left in /dev/shm.
+    Python's resource tracker in the group is spared. It ends on its own after the other processes, and removes the
+    semaphores and the shared memory that these processes have left in /dev/shm.
     """
     killed: set[int] = set()  # still members until the kernel has freed their memory, but they start nothing
     with contextlib.suppress(ProcessLookupError):
@@ -192,9 +192,9 @@ def kill_group(pid: int) -> None:
 
 
 def stopped_children(leaders: Collection[int]) -> dict[int, int]:
-    """Return, by leader, the pid of one stopped process in the leader's process group, other than the leader.
+    """Return, by leader, the pid of one stopped process in the process group of this leader, other than the leader.
 
-    A leader without such a process is left out. All of /proc is read once.
+    A leader whose group has no other stopped process is left out. All of /proc is read once.
     """
     found = {}
     for name in os.listdir("/proc"):

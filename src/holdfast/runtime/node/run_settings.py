@@ -178,7 +178,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return Address(self.bind) if self.several else run.socket_of(name)
 
     def secret_of(self, run: RunDir) -> Secret:
-        """Return the secret that the processes of all nodes share, and whether connections of nodes are encrypted.
+        """Return the secret that the processes of all nodes share, and whether connections between nodes are encrypted.
 
         Raises:
             AuthError: the token is missing, readable by others, or too short.

@@ -61,7 +61,7 @@ class HeadImport(NamedTuple):
     def make(self) -> str:
         """Execute the statement, and return its error as text; empty: it succeeded.
 
-        Its modules stay in ``sys.modules``.
+        The imported modules stay in ``sys.modules``.
         """
         code = compile(ast.Module([self.node], []), "<head>", "exec")
         try:

@@ -166,7 +166,7 @@ def why_untouched() -> str:
 
 @functools.cache
 def try_out(build: TorchBuild) -> SelfTestVerdict:
-    """Return the verdict on a build of torch: a recorded verdict, or that of a self-test now (a few seconds)."""
+    """Return the recorded verdict on a build of torch. Without a record, run the self-test (a few seconds)."""
     kept = _kept_at(build)
     try:
         verdict = msgspec.json.decode(kept.read_bytes(), type=SelfTestVerdict)
