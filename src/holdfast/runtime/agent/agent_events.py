@@ -134,7 +134,7 @@ class KvAnswered(msgspec.Struct, frozen=True):
 
 
 class RecordsWanted(msgspec.Struct, frozen=True):
-    """The order to request a connected worker's flight records of its framework, as evidence about a hang."""
+    """The order to ask a connected worker for the flight records of its framework, as evidence about a hang."""
 
     member_id: MemberId
 

@@ -191,7 +191,7 @@ class Watcher:
             self._post(active)
 
     def _pid(self, member_id: MemberId) -> int:
-        """Return the pid of a member, from its status page, or from its started process while the page has none."""
+        """Return the pid of a member, from its status page if the page has one, otherwise from the started process."""
         return self._pages[member_id][Word.PID] or self._living[member_id].pid
 
     def _look_at(self, now: float, overdue: Collection[MemberId]) -> list[PageReading]:

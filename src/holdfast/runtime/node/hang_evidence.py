@@ -182,7 +182,7 @@ async def find(
     workers: Sequence[tuple[MemberId, int, Page]],
     ask: Callable[[MemberId], bool] | None = None,
 ) -> dict[MemberId, ProcessEvidence]:
-    """Collect evidence about all ``workers`` in parallel, in about ``ANSWER_S`` seconds. Return it by member.
+    """Collect evidence about all ``workers`` in parallel, in about ``ANSWER_S`` seconds. Return the evidence by member.
 
     Args:
         workers: (member, pid, status page) of each worker.

@@ -212,7 +212,7 @@ def _group(leader: int) -> list[int]:
 def _leader(pid: int) -> int:
     """Return the process group of ``pid``; 0 if there is no such process.
 
-    It makes only one system call, because the handling of each death calls it for all of /proc.
+    This is only one system call, because after each death of a worker it is made for every process in /proc.
     """
     try:
         return os.getpgid(pid)

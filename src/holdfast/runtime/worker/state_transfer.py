@@ -38,7 +38,7 @@ A = TypeVar("A")
 
 
 class AskPieces(msgspec.Struct, frozen=True, tag=True):
-    """A request for pieces of boxes, together at most ``PIECE_SIZE_BYTES``."""
+    """A request for pieces of boxes, together at most ``PIECE_SIZE_BYTES`` bytes."""
 
     pieces: tuple[Extent, ...]
 

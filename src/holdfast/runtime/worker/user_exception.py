@@ -148,9 +148,9 @@ def words_of(error: BaseException) -> str:
 
 
 def _with_cause(text: str) -> str:
-    """Return a text of torch about a caught exception, with the last line, which names the exception, moved first.
+    """Return the text of an error. If torch made it about a caught exception, repeat its last line in its first line.
 
-    The first line of such a text says only where torch caught the exception. Any other text is returned unchanged.
+    The first line of such a text says only where torch caught the exception. The last line names the exception.
     """
     caught = _CAUGHT.match(text)
     return (

@@ -190,7 +190,7 @@ class WorkerClient:
         """Queue a message to the agent. Any thread and any signal handler may call this.
 
         Raises:
-            ProtocolError: the agent has been away for so long that the queue is full.
+            ProtocolError: there was no agent for so long that the queue is full.
         """
         if len(self._outbox) >= QUEUE_LENGTH_MAX:
             raise ProtocolError(f"{QUEUE_LENGTH_MAX} messages wait for an agent that does not come back")
@@ -198,9 +198,9 @@ class WorkerClient:
         self._wake()
 
     def repeat(self, message: Message) -> None:
-        """Send ``message``, which this process has received, to every later agent, after the hello.
+        """Send ``message``, which this process has received, to each successor of the agent when it connects.
 
-        A later message of the same type replaces it.
+        A later call with a message of the same type replaces ``message``.
         """
         self._repeated[type(message)] = message
 
@@ -299,9 +299,9 @@ class WorkerClient:
             return  # the pipe is full of wake-ups already
 
     def _guard(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Return a thread's function ``body``, changed so that an exception in it ends the process.
+        """Return a function for a thread that calls ``body``. An exception in ``body`` ends the whole process.
 
-        A worker without this thread could hang the job.
+        Without this thread the worker could hang the job.
         """
 
         def run() -> None:
