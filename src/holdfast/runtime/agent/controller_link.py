@@ -48,7 +48,7 @@ class ControllerLink:
 
     Args:
         post: receives every message of the controller, and three events: ControllerUp (the controller listens on this
-            node), ControllerHere (it is connected), ControllerGone (the connection failed or closed).
+            node), ControllerHere (the connection is open), ControllerGone (it failed or closed).
         silent_s: seconds without a message from the controller after which the connection is closed.
     """
 

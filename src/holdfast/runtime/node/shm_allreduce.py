@@ -3,9 +3,9 @@
 Theory. A vote is one small all-reduce that every rank waits for. Over sockets it would cost several hand-overs between
 threads and processes, and each of them waits for the scheduler. In shared memory a rank stores its own words and reads
 those of the other ranks. Every rank owns two ballots and two notes (short byte strings), used alternately. A rank may
-write its ballot of round n + 2 only after it has read round n + 1 of all ranks. Each of these ranks had read round n of
-all ranks before it wrote round n + 1. So no ballot is overwritten before all ranks have read it. Notes need no rounds,
-because there is a vote between two notes of a rank.
+write its ballot of vote n + 2 only after it has read the ballots of vote n + 1 of all ranks. Each of these ranks had
+read the ballots of vote n of all ranks before it wrote its ballot of vote n + 1. So no ballot is overwritten before all
+ranks have read it. A note is also read before it is overwritten, because there is a vote between two notes of a rank.
 
 Invariants:
 1. A record (a ballot or a note) is accepted only if its sequence number is the expected one and its digest matches. If
