@@ -42,7 +42,7 @@ class PartFailed(msgspec.Struct, frozen=True):
 
 
 class MemoryFreed(msgspec.Struct, frozen=True):
-    """The end of the wait for exiting processes: each has freed its memory, or its exit makes no progress."""
+    """The end of the wait for exiting processes: each has freed its memory, or its exit is stuck or takes too long."""
 
 
 class ProcessGone(msgspec.Struct, frozen=True):
@@ -66,8 +66,8 @@ class DeathRead(msgspec.Struct, frozen=True):
     """The result of reading the status page of a dead member.
 
     Attributes:
-        exited: the report for the state machine.
-        error: empty if the page was read. Otherwise why it was not; ``exited`` then holds no facts from the page.
+        exited: the report of the member's end, for the state machine.
+        error: why the page could not be read; ``exited`` then has no facts from the page. Empty: the page was read.
     """
 
     exited: MemberExited
@@ -82,10 +82,10 @@ class FromPeer(msgspec.Struct, frozen=True):
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """A refusal of this agent by another agent, while neither this agent nor a connected one belongs to a job.
+    """A refusal of this agent by another agent, before this agent or an agent connected to it belongs to a job.
 
-    Later refusals are only logged. They come from another job, or from a wrongly started host at the address of a lost
-    node.
+    A refusal after that time is only logged. It comes from an agent of another job, or from a wrongly started host at
+    the address of a lost node.
     """
 
     reason: str
@@ -112,7 +112,7 @@ class NotJoined(msgspec.Struct, frozen=True):
 
 
 class KvForwarded(msgspec.Struct, frozen=True):
-    """A worker's key-value request that the agent of node ``node_id`` serves.
+    """A key-value request of a worker of this node, to be sent to the agent of node ``node_id``.
 
     The event is posted again if the request may have been lost with a connection.
     """
@@ -134,13 +134,13 @@ class KvAnswered(msgspec.Struct, frozen=True):
 
 
 class RecordsWanted(msgspec.Struct, frozen=True):
-    """The need for the framework records of a connected worker, because evidence about a hang is being collected."""
+    """The order to ask a connected worker for the flight records of its framework, as evidence about a hang."""
 
     member_id: MemberId
 
 
 class LookedLast(msgspec.Struct, frozen=True):
-    """The end of the search for evidence about a silent worker. All evidence is posted, and the worker is to be killed.
+    """The report that all evidence about a silent worker is collected and posted. The owner then kills the worker.
 
     Attributes:
         grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once.

@@ -1,8 +1,8 @@
 """The agent process of one node: it runs the state machine ``core.agent.Agent`` and executes its commands.
 
 Command: ``python -m holdfast.runtime.agent.agentd RUNDIR``. The agent serves the workers and the command line, restarts
-a dead controller, and owns the status pages. An agent that succeeds a dead one adopts its processes. It finds the
-workers by their status pages, and the zygote and the controller by their endpoint files.
+a dead controller, and owns the status pages. The successor of a dead agent adopts the processes of that agent. The
+successor finds the workers by their status pages, and the zygote and the controller by their endpoint files.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ class AgentDaemon:
 
     @classmethod
     def open(cls, run: RunDir) -> Self:
-        """Return the agent of run directory ``run``, with the votes, keys and event log of an earlier agent.
+        """Return the agent of run directory ``run``.
+
+        It continues with the election vote, the key-value store and the event log that an earlier agent has left.
 
         Raises:
             UserError: a file of the run is missing or damaged.
@@ -167,7 +169,7 @@ class AgentDaemon:
         return cls(run, settings, load_kept(run), KvServer.open(run.pages() / "kv.log"), *logs)
 
     async def serve(self) -> int:
-        """Serve until the run is over, and return its exit code.
+        """Serve until the run is over, and return the exit code of the run.
 
         Raises:
             HoldfastError: the agent or its environment failed; the launcher starts a successor.
@@ -280,7 +282,7 @@ class AgentDaemon:
     def _adopt(self) -> None:
         """Adopt the living workers of a dead agent.
 
-        Report each worker that is no longer alive, with the facts from its status page.
+        Report each worker that is no longer alive to the state machine, with the facts from the worker's status page.
         """
         dismiss_spares(self._run)
         for member_id, pid in recorded_members(self._run):
@@ -352,7 +354,8 @@ class AgentDaemon:
     def _join_job(self, job: str) -> None:
         """Save the name of the job in the settings of the run, and report to the state machine that the job is formed.
 
-        Checkpoints carry the name. It also names the default checkpoint directory, which all nodes share.
+        Checkpoints carry the name of the job. The default checkpoint directory, which all nodes share, also has this
+        name.
         """
         self._settings = msgspec.structs.replace(self._settings, job=job)
         self._settings.save(self._run.path)
@@ -391,9 +394,9 @@ class AgentDaemon:
             self._bury(member_id)
 
     def _answer(self, answer: KvAnswered) -> None:
-        """Send a key-value reply to its worker.
+        """Send a key-value reply to the worker that made the request.
 
-        If that worker is not connected here, send the reply to the agent that forwarded the request.
+        If that worker is not connected to this agent, send the reply to the agent that forwarded the request.
         """
         channel = self._workers.get(answer.member_id)
         if channel is not None:
@@ -423,9 +426,9 @@ class AgentDaemon:
         self._let_speak(member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
 
     def _let_speak(self, member_id: MemberId, until_s: float) -> None:
-        """Report a dead member after all messages in its socket are read, or at ``until_s``.
+        """Report a dead member as soon as all messages in its socket are read, but at the latest at ``until_s``.
 
-        The messages may show the cause of the death.
+        The messages may show the cause of the death. ``until_s`` is a time on the clock of the event loop.
         """
         loop, channel = asyncio.get_running_loop(), self._workers.get(member_id)
         if channel is not None and channel.unread and loop.time() < until_s:

@@ -47,7 +47,8 @@ class ControllerLink:
     """The connection to at most one controller at a time.
 
     Args:
-        post: receives ControllerUp, ControllerHere, ControllerGone and every message of the controller.
+        post: receives every message of the controller, and three events: ControllerUp (the controller listens on this
+            node), ControllerHere (the connection is open), ControllerGone (it failed or closed).
         silent_s: seconds without a message from the controller after which the connection is closed.
     """
 
@@ -98,8 +99,8 @@ class ControllerLink:
         """Start the controller of ``term`` on this node and connect to it.
 
         After success, ControllerUp and ControllerHere are posted. After a failure, ControllerGone is posted, and the
-        state machine decides about another try. With ``alone`` the controller serves only this node: ControllerUp,
-        which would lead to an invitation of the other agents, is not posted.
+        state machine decides about another try. With ``alone`` the controller serves only this node. ControllerUp is
+        then not posted, because it would lead to an invitation of the other agents.
         """
         self._replace(self._start(term, alone))
 
@@ -249,5 +250,5 @@ class ControllerLink:
 
 
 def controller_up(endpoint: Endpoint) -> ControllerUp:
-    """Return the event that reports ``endpoint``, at which this node's controller listens, to the election."""
+    """Return the event ``ControllerUp``: this node's controller listens at ``endpoint``."""
     return ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port)

@@ -1,9 +1,9 @@
 """The report of a worker's end, made from the status page that the worker left.
 
 Theory. If the page does not exist, the process never began. A page that exists may be unreadable for a moment, because
-of an I/O error or a lack of file descriptors. A decision needs the page as evidence, so it is read again for up to
-``READ_WAIT_S`` seconds. After that the report gives the worker's position as unknown. Such a report differs from that
-of a process that never began.
+of an I/O error or a lack of file descriptors. A decision needs the page as evidence, so an unreadable page is read
+again for up to ``READ_WAIT_S`` seconds. If all reads fail, the report says that the page was unreadable, and gives no
+step and no phase. The report of a process that never began does not say so.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def read_death(
     Args:
         logs: the directory that has the worker logs in ``attempt-NNN/`` directories.
         code: the exit code; None if it is not known or a signal ended the process.
-        several: True for a job of several nodes, where only complete states in memory are reported.
+        several: True for a job of several nodes. Then the report lists only those kept states (states in shared memory)
+            that are whole, which means that the script no longer changes them.
 
     Raises:
         OSError: the page exists, but cannot be read now.
@@ -118,7 +119,7 @@ def read_in_time(
     post: Callable[[DeathRead], None],
     until_s: float,
 ) -> None:
-    """Post the report of a member's end, after repeated reads if its page is unreadable. The event loop is not blocked.
+    """Post the report of a member's end. Read again if its page is unreadable, without blocking the event loop.
 
     Args:
         read: a function that calls ``read_death`` for the member.
@@ -140,7 +141,7 @@ def read_in_time(
 def without_page(
     member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
 ) -> MemberExited:
-    """Return the report of a member's end when its page cannot be read. Its step and position are unknown."""
+    """Return the report of a member's end when its page cannot be read. The report gives no step and no phase."""
     return MemberExited(
         member_id=member_id,
         node_id=node_id,

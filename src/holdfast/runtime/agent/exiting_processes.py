@@ -1,8 +1,8 @@
 """Processes that were reported as exited before the kernel has freed their memory and devices.
 
 Freeing takes milliseconds for ordinary memory, and many seconds for a large device memory or page-locked memory. No new
-worker starts while the exit of an old process makes progress. An exit without progress is stuck in a device or a disk,
-and no worker waits for it.
+worker starts while the exit of an old process makes progress, for at most ``END_MOST_S`` seconds. An exit without
+progress is stuck in a device or a disk, and no worker waits for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ExitingProcesses:
         self._look_again(pid)
 
     def remove(self, pid: int) -> None:
-        """Stop waiting for process ``pid``, because its memory is free or its exit makes no progress."""
+        """Stop waiting for process ``pid``: its memory is free, or its exit is stuck or takes too long."""
         self._until_s.pop(pid, None)
         if not self._until_s:
             self._post(MemoryFreed())

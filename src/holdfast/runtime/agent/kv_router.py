@@ -6,8 +6,8 @@ still made only once (``runtime/agent/kv_server.py``).
 
 The agent with the keys serves them until the run ends, even if its node has no workers, because workers of other nodes
 may still wait for each other. When all workers start again, the keys are cleared before the first request of the new
-start, whichever node sends the request. A request of an earlier start is dropped. The keys, and the name of the node
-that has them, outlive the agent.
+start is served, whichever node sends this request. A request of an earlier start is dropped. The keys, and the name of
+the node that has them, outlive the agent.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class KvRouter:
                 self._post(KvForwarded(node_id, forward))
 
     def forget(self, member_id: MemberId) -> None:
-        """Drop the open requests of a worker whose connection closed.
+        """Drop the unanswered requests of a worker whose connection closed.
 
         The worker sends them again after it reconnects.
         """

@@ -56,7 +56,7 @@ class _Change(msgspec.Struct, frozen=True, tag="change"):
 
 
 class _Key(msgspec.Struct, frozen=True, tag="key"):
-    """A log record of a shortened log: one key and its value."""
+    """A log record of one key and its value, written when the log is replaced by a shorter one."""
 
     key: str
     value: bytes
@@ -70,7 +70,7 @@ class _KvPlace(msgspec.Struct, frozen=True, tag="place"):
 
 
 class _Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """A log record of a shortened log: the reply to a change that was made."""
+    """A log record of the reply to a change, written when the log is replaced by a shorter one."""
 
     who: MemberId
     reply: KvReply

@@ -93,13 +93,13 @@ def load_kept(run: RunDir) -> HardState:
 
 
 def last_line(run: RunDir) -> LinePlace:
-    """Return (term, number) of the newest line of a controller in this node's event log; ``NO_PLACE`` without one."""
+    """Return (term, number) of the newest line that a controller wrote in this node's event log; (0, 0) without one."""
     lines = (line_of(event) for event in event_log.read_since(run.journal, SNAPSHOT))
     return max(lines, default=NO_PLACE)
 
 
 def line_of(event: event_log.Event) -> LinePlace:
-    """Return (term, number) of a line that a controller wrote; ``NO_PLACE`` for any other line."""
+    """Return (term, number) of a line that a controller wrote; (0, 0) for any other line."""
     return place_of_text(str(event.data.get("line", text_of_place(NO_PLACE))))
 
 
@@ -109,7 +109,8 @@ class LeaderElection:
     Args:
         kept: the term and vote that this node has saved in elections.
         mirror: the event log writer for the lines that the controller sends.
-        post: receives ControllerHere, ControllerGone, the messages of the controller, and those of other agents.
+        post: receives the messages of the controller and of other agents, and the events that the controller is
+            connected (ControllerHere) or no longer connected (ControllerGone).
     """
 
     def __init__(
@@ -163,7 +164,8 @@ class LeaderElection:
     def _look_at_log(self) -> tuple[int, int]:
         """Post (term, number) of the newest controller line in this node's event log, and return the pair.
 
-        A controller on this node writes its lines into the log itself, so the mirrored lines do not include them.
+        The log is read, because a controller on this node writes its lines into the log itself. Only the lines of a
+        controller on another node pass through this object.
         """
         term, number = self._mirrored = max(self._mirrored, last_line(self._run))
         self._driver.post(LogHeld(term=term, number=number))
@@ -213,8 +215,8 @@ class LeaderElection:
         """Wait until this agent belongs to a job.
 
         The agent at the first contact founds the job when enough agents are connected. An agent belongs to a job as
-        soon as it has an electorate. If it has none within ``join_s`` seconds, post ``NotJoined``: too few agents have
-        met, or the job of the other agents has no leader.
+        soon as it has an electorate. If this agent has no electorate within ``join_s`` seconds, post ``NotJoined``: too
+        few agents have met, or the job of the other agents has no leader.
         """
         settings, meeting = self._settings, peers.meeting
         elsewhere, until_s = "", time.monotonic() + settings.join_s
@@ -239,7 +241,7 @@ class LeaderElection:
         self._driver.post(Founded(voters=voters, witness=bool(self._settings.witness)))
 
     def _without_leader(self, peers: Peers) -> NotJoined:
-        """Return the event for this case: other agents belong to a job, but its leader is not known in time."""
+        """Return the event ``NotJoined`` with this reason: the job of the other agents has no known leader."""
         reason = (
             f"the job {peers.meeting.elsewhere} has no leader: {self._me} met its agents {self._settings.join_s:g} s "
             f"ago and has heard of none; other agents here: {len(peers.here) - 1}\n"
@@ -248,7 +250,7 @@ class LeaderElection:
         return NotJoined(Exit.UNMET, reason)
 
     def _not_met(self, peers: Peers) -> NotJoined:
-        """Return the event for this case: no job was formed in time. The event contains the reason."""
+        """Return the event ``NotJoined`` with the reason why the agents have formed no job in time."""
         settings, here = self._settings, peers.here
         first = ", ".join(settings.contacts[: settings.first_contacts])
         where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"
@@ -365,13 +367,14 @@ class LeaderElection:
 
 
 def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
-    """Claim a change of the electorate at the witness ``root``.
+    """Claim a change of the electorate (the voters) at the witness ``root``.
 
-    This shared place decides which of two nodes may continue.
+    Each change has a number. For each number the witness keeps only the first claim. So it decides which of two nodes
+    may continue.
 
     Returns:
-        The voters of the first claim with this number, which is the claim of this node or an earlier one of another
-        node. The tuple is empty if the witness cannot be used.
+        The voters that the first claim with the number of ``claim`` names. That is ``claim`` itself, or an earlier
+        claim of another node. The tuple is empty if the witness cannot be used.
     """
     if isinstance(root, Url):
         return _claim_in_bucket(root, job, claim)
@@ -393,9 +396,9 @@ def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
 
 
 def _claim_in_bucket(root: Url, job: str, claim: Claim) -> tuple[NodeId, ...]:
-    """Claim a change of the electorate as :func:`claim_once` does, in a bucket.
+    """Claim a change of the electorate as :func:`claim_once` does, with a bucket as the witness.
 
-    The first node to create the object may continue.
+    The first node that creates the object for this change in the bucket may continue.
     """
     name = f"electorate-{claim.number:06d}.json"
     store = open_store(root)

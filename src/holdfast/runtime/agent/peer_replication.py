@@ -58,7 +58,8 @@ ROLE = "peer"
 class ReplicaBegin(msgspec.Struct, frozen=True, tag=True):
     """The announcement of the slot with the state of ``rank`` at ``step``.
 
-    ``size_bytes`` is the size of the slot. ``generation`` is that of the process that kept the state, as one integer.
+    ``size_bytes`` is the size of the slot. ``generation`` is the generation of the process that kept the state, packed
+    into one integer.
     """
 
     rank: int
@@ -92,7 +93,7 @@ class ReplicaRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to each message. The answer to a ``ReplicaRequest`` contains bytes and the marker of the slot.
+    """The server's answer to each message. The answer to a ``ReplicaRequest`` has bytes and the marker of the slot.
 
     ``size_bytes`` is the size of the requested slot, 1 for any other accepted message, and 0 for a refused message.
     """
@@ -235,7 +236,7 @@ def _asked(line: BlockingChannel[Talk], question: Talk) -> ReplicaAnswer:
 
 
 class PeerReplication:
-    """The replication of one agent: it sends the states of its ranks, and stores those of another node's ranks.
+    """The replication of one agent: it sends the states of its own ranks, and stores states of another node's ranks.
 
     Args:
         living: the members with a process on this node.
@@ -270,17 +271,17 @@ class PeerReplication:
         return port
 
     def close(self) -> None:
-        """Stop the server and the sending."""
+        """Stop the server and the sending of states."""
         if self._task is not None:
             self._task.cancel()
         self._server.close()
 
     def _stored(self, held: HeldStates) -> None:
-        """Post ``held`` in the thread of the event loop. The server calls this in its serving thread."""
+        """Post ``held``, the list of stored states, in the event loop. The server calls this in its own thread."""
         self._loop.call_soon_threadsafe(self._post, held)
 
     async def _send_states(self) -> None:
-        """Send the states that the ranks of this node keep to the buddy, each as soon as it is complete."""
+        """Send to the buddy each state that a rank of this node has kept, as soon as the state is whole."""
         while True:
             await asyncio.sleep(LOOK_S)
             for path in [self._run.page_path(member_id) for member_id in self._living]:
@@ -320,9 +321,9 @@ class PeerReplication:
 
 
 def puller(run: RunDir, me: str) -> Callable[[int, int], bool]:
-    """Return a function that fetches the state of a (rank, step) from another node of the run, for use in a worker.
+    """Return a function ``get(rank, step)``, which a worker uses to fetch a state that another node has in memory.
 
-    The function returns True if another node had the state.
+    ``get`` returns True if another node had the state of this rank at this step.
     """
 
     def get(rank: int, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The connections between the agents of a job: one to each agent, and a table of the agents and their addresses.
+"""The connections of one agent to all other agents of its job, and a table of the agents and their addresses.
 
 An agent gets one or more contacts, which are addresses of other agents (``--master-addr`` is one of them). It dials the
 contacts until an agent answers, and then every agent that it knows. It keeps the addresses of all known agents in
@@ -51,7 +51,8 @@ class Peers:
     """The connections to all other agents of the job, and the table of these agents.
 
     Args:
-        post: receives the messages of the agents, ``PeerHere`` for each new connection, and refusals of this agent.
+        post: receives the messages of the other agents, ``PeerHere`` for each new connection, and ``TurnedAway`` if
+            another agent refuses this agent.
         job: the job that this agent belongs to; empty: none.
 
     Attributes:
@@ -98,7 +99,8 @@ class Peers:
     async def listen(self) -> Peer:
         """Listen at the first port that is free, and return this agent's entry in the table of agents.
 
-        The ports are tried in this order: that of an earlier agent of this node, those of the contacts, any port.
+        The ports are tried in this order: the port of an earlier agent of this node, the ports of the contacts, any
+        port.
 
         Raises:
             OSError: the address to listen at is not one of this host.
@@ -143,16 +145,16 @@ class Peers:
             ) from None
 
     def founds(self) -> bool:
-        """Return True if this agent names the first voters, because it is at the first contact.
+        """Return True if this agent names the first voters, because it listens at the first contact.
 
-        If several hosts have the name of the first contact, the agent of the first of these nodes names the voters.
+        If several known agents listen at addresses of the first contact, the one with the first node name does it.
         """
         owners = (n for n, peer in self.known.items() if _at(peer) in self._first)
         return min(owners, key=node_order, default=None) == self.me
 
     @property
     def _first(self) -> list[Address]:
-        """The addresses of the first contact: one for each host that has its name."""
+        """The addresses of the first contact: one for each host with the host name of this contact."""
         first = self._settings.contacts[: self._settings.first_contacts]
         return [split_endpoint(contact) for contact in first]
 
@@ -305,7 +307,10 @@ class Peers:
         return newer
 
     def _compare(self, hello: PeerHello) -> None:
-        """Log tolerated differences between the versions of two nodes, once per version."""
+        """Log each package whose version on another node differs from this node's, once per version.
+
+        Such differences are tolerated.
+        """
         for name in sorted(self._versions.keys() & hello.versions.keys()):
             here, there = self._versions[name], hello.versions[name]
             if here != there and (name, there) not in self._told:
@@ -342,7 +347,7 @@ class Peers:
         return f"there is a {peer.node_id} already\n  next: give each host a --node-rank of its own"
 
     def _learn(self, node_id: NodeId, said: PeerHello | PeerList, said_by: Peer | None = None) -> None:
-        """Record the unknown agents and the names of jobs in a message of another agent.
+        """Record the unknown agents and the names of jobs that a message of another agent contains.
 
         The address of a known agent is updated only if that agent sent the message.
         """
@@ -364,7 +369,8 @@ class Peers:
     def _repeat_job(self, channel: Channel[PeerMessage]) -> None:
         """Send the known names of jobs on ``channel``, the connection that is used from now on.
 
-        Since the greeting on ``channel``, a name may have been sent only on another connection, which is now lost.
+        A name that became known after the greeting on ``channel`` may have been sent only on another connection, which
+        is now lost.
         """
         if self.job or self.meeting.near:
             known = tuple(self.known.values())
@@ -391,7 +397,7 @@ def _at(peer: Peer) -> Address:
 
 
 def read_peers(run: RunDir) -> list[Peer]:
-    """Return the agents that this run's agent knew last, that agent included.
+    """Return the table of agents that an agent of this node has saved. The table includes that agent.
 
     Raises: OSError, msgspec.MsgspecError.
     """

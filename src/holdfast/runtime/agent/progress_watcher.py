@@ -1,7 +1,8 @@
 """The watch over the progress of one node's workers: stalls are reported, and evidence is collected on request.
 
-About once a second the learned time limits are written to a file beside the status pages. A successor agent then judges
-like its predecessor, and does not wait ten minutes for a worker that stopped while no agent ran.
+The time limits are learned from the durations of past steps. About once a second they are written to a file beside the
+status pages. A successor agent reads this file. Without it, the successor would use the long limit for unknown steps
+for a worker that stopped while no agent ran.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ class Watcher:
 
     Args:
         living: the worker processes of this node, by member.
-        connected: the members that are connected to the agent. Only these can be asked for framework records.
-        post: receives the messages to the controller, RecordsWanted and LookedLast.
+        connected: the members that are connected to the agent. Only these can be asked for the flight records of
+            their framework.
+        post: receives the messages to the controller, RecordsWanted (the order to ask a worker for these records), and
+            LookedLast (all evidence about a worker that is to be killed is posted).
     """
 
     def __init__(
@@ -165,9 +168,9 @@ class Watcher:
                 write_private(self._learned, msgspec.json.encode(self._progress.learned()))
 
     def _look_for_activity(self, now: float) -> None:
-        """Report to the controller which workers are active, as evidence for a recovery.
+        """Report to the controller which workers make progress or are stopped, as evidence for a recovery.
 
-        This report is also made when hangs are not looked for.
+        The report is also made if the detection of hangs is off.
         """
         if not self._activity.is_due(now):
             return
@@ -188,7 +191,7 @@ class Watcher:
             self._post(active)
 
     def _pid(self, member_id: MemberId) -> int:
-        """Return the pid of a member, from its status page, or from its started process while the page has none."""
+        """Return the pid of a member, from its status page if the page has one, otherwise from the started process."""
         return self._pages[member_id][Word.PID] or self._living[member_id].pid
 
     def _look_at(self, now: float, overdue: Collection[MemberId]) -> list[PageReading]:
@@ -248,7 +251,7 @@ class Watcher:
         self._post(looked)
 
     def _ask(self, member_id: MemberId) -> bool:
-        """Request the framework records of a worker. Return False if the worker is not connected."""
+        """Request the flight records of a worker's framework. Return False if the worker is not connected."""
         if member_id not in self._connected:
             return False
         self._post(RecordsWanted(member_id))
@@ -297,7 +300,7 @@ class Watcher:
         bound_s: float,
         child: int,
     ) -> RankEvidence:
-        """Return the evidence about one worker, and write its files to ``place``, below the run's evidence directory.
+        """Return the evidence about one worker. Write its files to directory ``place`` of the run's ``evidence/``.
 
         ``child`` is the pid of a stopped child process that the worker waits for; 0: none.
         """
@@ -342,7 +345,7 @@ class Watcher:
         return self._write(place, f"rank-{rank:05d}.txt", finding.stacks)
 
     def _keep_records(self, place: str, rank: int, finding: ProcessEvidence) -> str:
-        """Write a worker's framework records to a file.
+        """Write the flight records of a worker's framework to a file.
 
         Return the path relative to the run directory; empty without records.
         """
@@ -361,7 +364,7 @@ class Watcher:
 
 
 def recall(path: Path) -> Learned:
-    """Return the time limits that an earlier agent wrote to ``path``; empty limits without a readable file."""
+    """Return the learned values that an earlier agent wrote to ``path``; no values if the file is not readable."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(LEARNED_SIZE_BYTES_MAX), type=Learned)

@@ -1,8 +1,8 @@
-"""The reuse of a run id: files of the previous start are moved aside, and its checkpoints keep their path.
+"""The reuse of a run id: the files of the previous start are moved aside, but the checkpoints keep their path.
 
 A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user who follows the hint in the
-last line of a run. The directory of the newest start has the plain name ``ID``. Those of earlier starts are ``ID.1``
-(the oldest), ``ID.2``, ...
+last line of a run. The run directory of the newest start has the plain name ``ID``. The run directories of earlier
+starts are ``ID.1`` (the oldest), ``ID.2``, ...
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
     """Rename the run directory and the logs of the previous start of this run, which has ended.
 
     Args:
-        waiting: called once if the previous start has lost its launcher and still has to save and leave.
+        waiting: called once if this function has to wait: the previous start has lost its launcher, and its processes
+            still save and leave.
 
     Returns:
         The new path of the run directory; None: there was no previous start.
@@ -61,8 +62,8 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
 def bring_checkpoints(run: RunDir, aside: Path) -> bool:
     """Move the checkpoints in ``aside``, the run directory of an earlier start, to the new run directory of this run.
 
-    The new start resumes from these checkpoints. Only a script that names no directory saves into its run directory.
-    Return False if ``aside`` has no checkpoints.
+    The new start resumes from these checkpoints. Checkpoints are in a run directory only if the script names no other
+    directory. Return False if ``aside`` has no checkpoints.
     """
     old = RunDir(aside).checkpoints
     if not old.is_dir() or old.is_symlink():  # with several nodes they are beside the run directory
@@ -87,9 +88,9 @@ def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None
 
 
 def _is_of_logs(directory: Path, run_id: str) -> bool:
-    """Return True if ``directory`` is this user's and has no files other than logs of this run.
+    """Return True if ``directory`` is this user's, has the name of this run, and is empty or has ``attempt-`` entries.
 
-    The settings file may have been written by another program, and may name any directory.
+    The check is needed because ``directory`` comes from the run's settings file, which may name any directory.
     """
     if directory.name != run_id or not directory.is_dir() or not is_ours(directory):
         return False
@@ -102,7 +103,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _rewrite(run_dir: Path, settings: RunSettings) -> None:
-    """Save changed settings of an old run, and keep the times of the file, which show the age of the run."""
+    """Save changed settings of an old run, with the old times of the settings file, which show the age of the run."""
     path = run_dir / SETTINGS_FILE
     times = path.stat()
     settings.save(run_dir)

@@ -8,7 +8,7 @@ A new process is therefore started only after the pidfd has fired, or when the e
 The zygote may be stopped, frozen or stuck. Each request to it therefore has a time limit, and a member is ended without
 waiting for the zygote. A member without a known process is reported as exited when its kill is ordered, or when the
 zygote is lost. If the zygote has forked the process nevertheless, the agent kills the process as soon as its pid is
-known. ``ProcessGone`` is posted for every member, and only the first one counts.
+known. ``ProcessGone`` is posted for every member. It may be posted twice for one member; only the first post counts.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Processes:
     def want_zygote(self) -> None:
         """Connect to the zygote of this run, or start one.
 
-        Do nothing if a zygote is connected, or if an attempt is in progress.
+        Do nothing if a zygote is connected, or if this agent already tries to connect to one or to start one.
         """
         if self._zygote is None and self._connecting is None and not self._hopeless and not self._ending:
             self._connecting = start_task(self._reach_zygote(), self._post)
@@ -391,7 +391,7 @@ class Processes:
             loop.call_soon(self._died, life)
 
     def listen(self, member_id: MemberId) -> None:
-        """Start to watch for the beginning of a worker's exit: the release of the lock held since its hello."""
+        """Start to watch the lock in a worker's status page, which the worker holds until its exit begins."""
         life = self.living.get(member_id)
         if life is None or life.pidfd < 0 or life.listened:
             return
@@ -406,7 +406,7 @@ class Processes:
             listen(self._run.page_path(member_id), ended)
 
     def call(self, spare: MemberId, order: SpawnOrder) -> None:
-        """Make a living spare the member of ``order``: rename its status page and its process entry."""
+        """Make a living spare the member that ``order`` names: rename its status page and its entry in ``living``."""
         life = self.living.pop(spare)
         seat = order.assignment
         page = Page.open(self._run.page_path(spare))
@@ -444,10 +444,7 @@ class Processes:
         self._post(ProcessGone(member_id, 0, None, None, time.monotonic_ns()))
 
     async def end(self, *, kill: bool) -> None:
-        """End the zygote and, with ``kill``, all workers.
-
-        Workers that the zygote forks in the meantime are killed as well.
-        """
+        """End the zygote. With ``kill``, first kill all workers, including those that the zygote forks meanwhile."""
         self._ending = True
         self._waiting.clear()
         self._asked = dict.fromkeys(self._asked)
@@ -489,9 +486,9 @@ class Processes:
         return self._settings.python or sys.executable
 
     def _ends(self, life: WorkerProcess) -> None:
-        """Report the end of a worker that has released its lock, if the worker was killed or failed.
+        """Report the end of a worker whose exit has begun, if the worker was killed or failed.
 
-        Its memory may not be free yet.
+        The release of the lock in its status page has shown the beginning of the exit. Its memory may not be free yet.
         """
         code = ending(life.pid)
         if code is None or life.died_ns or self.living.get(life.member_id) is not life:
@@ -588,7 +585,7 @@ def kill_ours(pid: int, run: RunDir) -> bool:
 
 
 def processes(run: RunDir) -> Iterator[int]:
-    """Return an iterator over the pids of all processes with this run's environment, in any process session."""
+    """Return an iterator over the pids of all processes whose environment names this run's directory."""
     return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
 
 

@@ -2,8 +2,7 @@
 
 It forks only while it has exactly one thread. An OpenMP region before a fork would make every child hang, so the zygote
 computes nothing with tensors and has one OpenMP thread. It outlives its agent. A successor agent finds the zygote's
-endpoint in the run directory, connects, and receives the list of living workers and of those that ended in the
-meantime.
+endpoint in the run directory, connects, and receives the list of living workers and of ended workers.
 
 The zygote ends on the message ``Quit``, or after ``LONELY_S`` seconds without an agent and without a living child.
 """
@@ -219,7 +218,7 @@ class Zygote:
             self._agent = None
 
     def _read(self, peer: _AgentPeer) -> Spawn | None:
-        """Handle the messages of a peer. Return the Spawn of this process if it is a forked child."""
+        """Handle the messages of a peer. Return the Spawn order in a forked child, and None in the zygote."""
         was_open = peer.link.open
         try:
             messages = peer.read()
@@ -237,7 +236,7 @@ class Zygote:
         return None
 
     def _welcome(self, peer: _AgentPeer) -> None:
-        """Make ``peer`` the current agent. Send it the report of the imports, the living workers and the ended ones."""
+        """Make ``peer`` the current agent. Send it the report of the imports, the living and the ended workers."""
         self._agent = peer
         self._tell(self._preloaded)
         for spawned in self._living.values():
@@ -298,7 +297,7 @@ locks around each fork. It works without the thread in the child.
 
 
 def thread_total(tasks: Path = Path("/proc/self/task")) -> int:
-    """Return the number of threads of this process, without those of ``FORK_SAFE``.
+    """Return the number of threads of this process, without threads that are harmless at a fork (``FORK_SAFE``).
 
     A fork is safe if the number is 1.
     """
@@ -334,7 +333,7 @@ def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
 
 
 def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
-    """Import the modules that workers need, including those that a first optimizer imports.
+    """Import the modules that workers need, including the modules that torch imports for its first optimizer.
 
     Return a report of the imports.
 
@@ -440,7 +439,10 @@ def _install(framework: FrameworkName) -> None:
 
 
 def _start_again(run: RunDir, settings: RunSettings, head: str) -> NoReturn:
-    """Replace this process by a new zygote whose environment variable ``HEAD`` is ``head``."""
+    """Replace this process by a new zygote that makes fewer imports of the script.
+
+    ``head``: how many of the script's first imports to make, and why no more. It is passed in an environment variable.
+    """
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also the files of a device's driver
     command = zygote_command(run, settings)
     os.execve(command[0], command, {**os.environ, HEAD: head})
@@ -467,7 +469,7 @@ def become_worker(spawn: Spawn) -> int:
 def _early(settings: RunSettings) -> str:
     """Return why workers of this script cannot be forked; empty: they can be.
 
-    They cannot if the script sets environment variables that the import of torch reads.
+    They cannot be forked if the script sets environment variables that the import of torch reads.
     """
     if settings.framework != "torch" or settings.kind == "executable":
         return ""

@@ -1,9 +1,9 @@
-"""The controller process: it runs the state machine ``core.controller.Controller``, and agents connect to it.
+"""The controller process, which runs the state machine ``core.controller.Controller`` and serves the agents.
 
 Command: ``python -m holdfast.runtime.controller.controllerd RUNDIR TERM [alone]``. The controller outlives an agent,
-and the agent's successor connects again. When the controller dies, the agents elect the host of the next one, which
-reads the past from the event log of its node. Each line of the log is sent to the other nodes before the messages that
-follow from it are sent.
+and the agent's successor connects again. When the controller dies, the agents elect the host of the next controller,
+which reads the past from the event log of its node. Each line of the log is sent to the other nodes before the messages
+that follow from this line are sent.
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
 
 
 def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: int) -> Config:
-    """Return the controller's configuration for this run. Several nodes are watched more closely than one.
+    """Return the controller's configuration for this run. A job of several nodes has shorter time limits.
 
     Args:
         voters: the nodes that vote in elections.
-        alone: number of this node among nodes that continue alone; 0: the controller serves the whole job.
+        alone: 0: the controller serves the whole job. Otherwise it serves only this node, which cannot reach a majority
+            of the voters, and ``alone`` is the number of this node.
     """
     config = Config(
         run_id=settings.saves_as,
@@ -128,8 +129,8 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
 class ControllerLog(EventLog):
     """The event log of the controller.
 
-    At intervals one line, the snapshot, sums up all earlier lines, and a successor reads from there. With several nodes
-    each line has a number, and ``on_line`` gets the line before the caller continues.
+    At intervals one line, the snapshot, sums up all earlier lines. A later controller reads from the newest snapshot
+    on. In a job of several nodes each line has a number, and :meth:`append` passes the line to ``on_line``.
     """
 
     def begin(
@@ -158,7 +159,7 @@ class ControllerLog(EventLog):
     ) -> Event:
         """Write one line, pass it to ``on_line``, and return it as an event.
 
-        If it is time, write a snapshot after the line.
+        After ``SNAPSHOT_LINES`` lines, also write a snapshot.
         """
         event = self._show(kind, data, durable, said)
         self._past = self._past.after(LogRecord(kind=kind, data=dict(data)))
@@ -279,7 +280,10 @@ class ControllerDaemon:
         return log, past
 
     def _read_log(self) -> list[Event]:
-        """Return the valid lines of controllers, from the newest snapshot on."""
+        """Return the lines of controllers from the newest snapshot on, without void lines.
+
+        A line is void if a later controller of another node has decided without it.
+        """
         without_place = self._alone or not self._settings.several
         found = [e for e in event_log.read_since(self._run.journal, SNAPSHOT) if e.who == "controller"]
         kept = in_force(((line_of(e), e.data, e) for e in found), without_place=without_place)
@@ -353,7 +357,7 @@ class ControllerDaemon:
     def _catch_up(self, channel: Channel[WireMessage], wanted: MirrorFrom) -> None:
         """Send to an agent the lines that the event log of its node lacks, and from now on each new line.
 
-        The agent on this controller's own node lacks none.
+        The agent on this controller's own node gets no lines, because both use the same event log.
         """
         if wanted.node_id == self._settings.node:
             return

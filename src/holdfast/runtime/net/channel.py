@@ -165,7 +165,7 @@ class Channel(asyncio.Protocol, Generic[M]):
     def send(self, message: M) -> bool:
         """Queue a message. Return False if the connection is closed or not yet open.
 
-        The connection of a peer that leaves more than ``BACKLOG_SIZE_BYTES_MAX`` unread is aborted.
+        If the peer leaves more than ``BACKLOG_SIZE_BYTES_MAX`` bytes unread, the connection is aborted.
 
         Raises:
             ProtocolError: the message is too long.
@@ -297,7 +297,7 @@ class BlockingChannel(Generic[M]):
         """Connect, complete the handshake, and return the channel.
 
         Raises:
-            OSError: no process listens there, or the peer is too slow (``TimeoutError``).
+            OSError: no process listens at the address, or the peer is too slow (``TimeoutError``).
             AuthError, ProtocolError: the handshake failed.
         """
         sock = dial(at, timeout_s)
@@ -355,7 +355,8 @@ class BlockingChannel(Generic[M]):
     def receive_answer(self, timeout_s: float) -> M:
         """Read exactly one message and return it. Raw bytes for :meth:`receive_batch` may follow on the connection.
 
-        Use this only if the peer sends nothing but answers to requests. The exceptions are those of :meth:`receive`.
+        Use this only if the peer sends nothing but answers to requests. The exceptions are those of :meth:`receive`:
+        TimeoutError, ConnectionError, ProtocolError.
         """
         head = bytearray(PREFIX_SIZE_BYTES)
         self._fill(memoryview(head), timeout_s)
@@ -367,7 +368,7 @@ class BlockingChannel(Generic[M]):
         return message
 
     def receive_batch(self, goals: Sequence[memoryview], timeout_s: float) -> None:
-        """Fill ``goals`` in order with the raw bytes that follow on the connection, and verify their tag.
+        """Fill the buffers ``goals``, in order, with the raw bytes that follow on the connection. Verify their tag.
 
         Raises:
             TimeoutError: no bytes arrived for ``timeout_s`` seconds.

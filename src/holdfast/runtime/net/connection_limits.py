@@ -1,10 +1,10 @@
 """Limits of a listener for strangers: connections that have not yet proved that they know the secret of the run.
 
-Theory. Any process that reaches a port can open connections to it and send nothing. A stranger may cost one descriptor
-for ``HANDSHAKE_TIMEOUT_S`` at most. All strangers together may use only a share of the descriptors that the process may
-open, and the last ``RESERVE`` descriptors are kept for the process itself. If there are too many strangers, the oldest
-one is closed. This is safe, because a process of the run proves the secret within milliseconds. A connection that
-cannot be accepted causes only a line in the log.
+Theory. Any process that reaches a port can open connections to it and send nothing. A stranger may hold one descriptor
+for at most ``HANDSHAKE_TIMEOUT_S`` seconds. All strangers together may use only a share of the descriptors that the
+process may open, and the last ``RESERVE`` descriptors are kept for the process itself. If there are too many strangers,
+the oldest one is closed. This is safe, because a process of the run proves the secret within milliseconds. A connection
+that cannot be accepted causes only a line in the log.
 """
 
 from __future__ import annotations

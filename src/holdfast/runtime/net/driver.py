@@ -1,7 +1,7 @@
 """The driver of a pure state machine in an asyncio process.
 
-The driver feeds events to the state machine (in this module *the machine*), runs its timers, and writes its records to
-the journal before it executes its commands.
+The driver feeds events to the state machine (in this module *the machine*) and runs the machine's timers. It writes the
+machine's records to the journal before it executes the machine's commands.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Machine(Protocol):
         ...
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Handle one event and return its commands, in order."""
+        """Handle one event, and return the commands to execute because of it, in order."""
         ...
 
 

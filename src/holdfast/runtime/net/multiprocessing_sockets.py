@@ -1,4 +1,4 @@
-"""The directory for the sockets of ``multiprocessing`` in the workers of a run. It is removed with the run.
+"""The directory for the sockets of ``multiprocessing`` in the workers of a run. It is removed when the run ends.
 
 Theory. ``multiprocessing`` makes a directory (``pymp-...``) in the first process that needs one. It removes the
 directory when that process exits normally. A killed ``DataLoader`` worker leaves its directory, and the ``DataLoader``

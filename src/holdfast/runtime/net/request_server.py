@@ -60,7 +60,7 @@ class AnswerServer(ABC, Generic[M]):
     def start(self, at: Address) -> Address:
         """Listen at ``at`` and return the address. Port 0 means any free port.
 
-        Raises: the exceptions of ``stream_sockets.listen``.
+        Raises: OSError and UsageError, as in ``stream_sockets.listen``.
         """
         self._listener, at = listen(at)
         threading.Thread(

@@ -1,7 +1,8 @@
 """The names of the services that listen in a run. Both ends of a connection derive its keys from the service name.
 
-The name of an agent's service includes its node (except in ``PEERS``), and that of a controller's service its term. A
-connection to one agent therefore cannot be redirected to another agent. See ``sealing.py``.
+The name of an agent's service includes the agent's node. The exception is ``PEERS``, the service for other agents. The
+name of a controller's service includes the controller's term. Therefore a connection to one agent cannot be redirected
+to another agent. See ``sealing.py``.
 """
 
 from __future__ import annotations

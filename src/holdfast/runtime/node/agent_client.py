@@ -24,8 +24,8 @@ RETRY_S = 0.05
 def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
     """Start the agent of an existing run directory with saved settings, in a new process session.
 
-    The agent's exit code is that of the run. The agent watches its caller. When the caller dies, the agent lets the run
-    save and leave.
+    The exit code of the agent is the exit code of the run. The agent watches the process that calls this function. When
+    that process dies, the agent lets the run save and leave.
     """
     with os.fdopen(open_log(run_dir / "agent.log"), "ab") as log:
         return subprocess.Popen(
@@ -40,7 +40,7 @@ def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
 class AgentLink:
     """The requests to the agent of a run.
 
-    Each ``request`` opens a new connection, so it also reaches an agent that has replaced a dead one.
+    Each ``request`` opens a new connection, so it also reaches the successor of a dead agent.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -50,7 +50,7 @@ class AgentLink:
         """Send a request to the agent, and return its answer.
 
         Raises:
-            AuthError: the token of the run directory is not that of the agent, or cannot be read.
+            AuthError: the token in the run directory is not the agent's token, or cannot be read.
             FaultError: no agent answers: the run is over, or its agent just died.
         """
         secret = self._run.secret()

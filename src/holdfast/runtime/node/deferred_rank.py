@@ -62,7 +62,7 @@ class DeferredRank:
         self._stay("where its rank is asked for")
 
     def ask_once(self) -> None:
-        """Block until this process is a member, because only a member can get results of its rank's ``once`` calls."""
+        """Block until this process is a member. Only a member can read the results that its rank keeps (``once``)."""
         if not self.called:
             self._stay("where its rank asks for what it has made once")
 
@@ -142,9 +142,9 @@ class _Environment(os._Environ[str]):
 
 
 def exempt() -> AbstractContextManager[None]:
-    """Return a context in which a placeholder for the rank is allowed.
+    """Return a context in which reads of the rank by this thread get a placeholder instead of blocking.
 
-    In a process with a known rank the context has no effect.
+    In a process that was started as a member the context has no effect.
     """
     found = current()
     return nullcontext() if found is None else found.exempt()

@@ -4,8 +4,8 @@ Theory. torch and its libraries read some variables when they are loaded. Worker
 loaded torch, so a variable that the script sets at its top would have no effect. Therefore the source of the script is
 parsed before any fork, in the order of its execution, up to the first import of torch. An imported module of the
 script's directory is parsed as well. If a variable that torch reads is set there, the workers are not forked. Each
-worker then starts a new interpreter, and imports torch when the script does. A false finding costs only the seconds of
-that import. So a variable whose name is computed, and cannot be known here, counts as a finding.
+worker then starts a new interpreter, and imports torch when the script does. A false finding costs only the seconds in
+which each worker imports torch. So a variable whose name is computed at run time also counts as a finding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The versions and the environment that a worker started with: one line of JSON per worker that ever held a rank.
 
-Only variables of an allow-list are written, and none whose name or value looks like a secret. The others are only
-counted.
+Only variables of an allow-list are written, and none whose name or value looks like a secret. All other variables are
+only counted.
 """
 
 from __future__ import annotations

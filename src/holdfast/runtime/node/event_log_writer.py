@@ -2,9 +2,9 @@
 
 Theory. The heartbeat of an agent proves that its node lives, so no action of the agent may wait for a disk. The agent
 may not wait for room on the disk, for a flush, or for the lock of the file, which another process of the host holds
-while it waits for the disk. The lines are for people and for a later controller (the lines of a controller on another
-node are a copy). So lines are queued in order, each with the time of its append, and a thread writes them. ``flush``
-waits until all queued lines are in the file. It is called before a controller reads the file, and at the end.
+while it waits for the disk. The lines are read by people and by a later controller, so the agent need not wait until a
+line is written. Lines are queued in order, each with the time of its append, and a thread writes them. ``flush`` waits
+until all queued lines are in the file. It is called before a controller reads the file, and at the end.
 
 Invariants:
 1. Lines are written in the order of their appends. Each is written completely or not at all.

@@ -49,9 +49,9 @@ def doubt(path: Path) -> str:
 
 
 def planted(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in directory ``root`` that another user has made, each with the reason to refuse it.
+    """Return the names of entries of directory ``root`` that another user has made, each with the reason to refuse it.
 
-    Only ``names`` are checked. If not every user can write in ``root``, the result is empty.
+    Only entries with a name in ``names`` are checked. If not every user can write in ``root``, the result is empty.
     """
     try:
         if not root.stat().st_mode & stat.S_IWOTH:

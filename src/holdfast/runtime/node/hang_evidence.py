@@ -154,7 +154,7 @@ def sample(pid: int) -> ProcessSample:
 def compare(first: ProcessSample, second: ProcessSample) -> tuple[str, float]:
     """Return the process state, and the used share of a core (0 to 1), from two readings of a process.
 
-    The state is that of the second reading. But "D" (uninterruptible wait) counts only if both readings have it.
+    The state is taken from the second reading. But "D" (uninterruptible wait) counts only if both readings have it.
     """
     passed_s = max(second.at_s - first.at_s, 1e-6)
     cpu = min(1.0, max(0.0, (second.cpu_s - first.cpu_s) / passed_s))
@@ -182,12 +182,12 @@ async def find(
     workers: Sequence[tuple[MemberId, int, Page]],
     ask: Callable[[MemberId], bool] | None = None,
 ) -> dict[MemberId, ProcessEvidence]:
-    """Collect evidence about all workers in parallel, in at most ``ANSWER_S`` seconds.
+    """Collect evidence about all ``workers`` in parallel, in about ``ANSWER_S`` seconds. Return the evidence by member.
 
     Args:
         workers: (member, pid, status page) of each worker.
-        ask: sends :class:`~holdfast.core.protocol.health_messages.ShowRecords` to a worker; returns False if the worker
-            is not connected.
+        ask: requests the flight records of a worker's framework; returns False if the worker is not connected. None: do
+            not collect these records.
     """
     before = {member_id: sample(pid) for member_id, pid, _ in workers}
     records: dict[MemberId, Path] = {}

@@ -1,8 +1,8 @@
 """The network interface at which gloo and NCCL listen in the workers.
 
-Neither gloo nor NCCL checks the peer of a connection. So both are bound to loopback in a job of one host, and to the
-network of the agents in a job of several hosts. By default, gloo would take the address of the host's name, and NCCL
-any interface that is up.
+Neither gloo nor NCCL checks the peer of a connection. So both are bound to loopback in a job of one host. In a job of
+several hosts they are bound to the interface at which the agent listens. By default, gloo would take the address of the
+host's name, and NCCL any interface that is up.
 """
 
 from __future__ import annotations

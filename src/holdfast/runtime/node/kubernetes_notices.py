@@ -1,9 +1,9 @@
 """Notices of the end of this node, derived from its Kubernetes objects Node and Pod. Pure code.
 
 Theory. The API server sends the whole object at each change. So a notice is a function of the newest object, and it is
-withdrawn when its cause is gone from the object. Only the deletion of the pod has a deadline: its timestamp is the end
-of the grace period. A cause in the Node has no deadline. It leads to a later deletion of the pod, and that deletion has
-a deadline. So a job without a spare node does not save and leave before it has to.
+withdrawn when its cause is gone from the object. Only the deletion of the pod has a deadline: the timestamp of the
+deletion is the end of the grace period. A cause in the Node has no deadline. It leads to a later deletion of the pod,
+and that deletion has a deadline. So a job without a spare node does not save and leave before it has to.
 
 A condition of the node is a finding about its health (docs/design/0036-leaving.md): the ranks move if another node has
 room. The taints and conditions here are those of docs/design/0045-kubernetes-watch.md.

@@ -41,7 +41,7 @@ REFUSALS = frozenset({FORBIDDEN, NOT_FOUND, INVALID})
 class StatusPlace(Protocol):
     """A target to which the status of a node is sent. ``gap_s``: the shortest time between two sends, in seconds.
 
-    ``send`` blocks for a few seconds at most. It raises any error of its client.
+    ``send`` blocks for a few seconds at most. It may raise any exception of the HTTP or Kubernetes client.
     """
 
     name: str
@@ -140,7 +140,7 @@ class _Sent:
 
 
 class StatusPublisher:
-    """The sender of this node's status to its targets.
+    """The sender of this node's status to its targets in Kubernetes: the pod's annotations and the TrainJob.
 
     Args:
         places: the targets; if empty, nothing is sent.

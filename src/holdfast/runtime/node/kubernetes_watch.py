@@ -3,9 +3,9 @@
 Theory. Each of the two objects is listed once, then watched from the version of the list. A stream that ends is opened
 again at the last version that it has shown, at most once a second. If the server no longer has that version (410), the
 object is listed again. After an error the pause doubles, up to a minute. If the token is refused (401), it is read
-again from its file, which the kubelet replaces. A missing permission (403) ends the watch. If only streams fail, the
-object is listed again after these pauses. If the list fails twice in a row, the source fails, and the object that was
-last seen stays valid.
+again from its file, which the kubelet replaces. A missing permission (403) ends the watch. From the second error in a
+row on, the object is listed again after the pause. If that list fails as well, the source fails, and the object that
+was last seen stays valid.
 
 A watch blocks in the official client, so each watch has one thread. The thread is a daemon, so that the end of the
 process does not wait for the server.
@@ -44,7 +44,7 @@ Watched = Literal["node", "pod"]
 
 
 class PodPlace(NamedTuple):
-    """The place of this process in a cluster: names, and the directory with the token of the pod's service account."""
+    """The names of this process's node, pod and namespace, and the directory with the token of its service account."""
 
     node: str
     pod: str
@@ -53,7 +53,7 @@ class PodPlace(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
-        """Return the place that ``environment`` describes. Return None outside of a pod, or if there is no token."""
+        """Return the values that ``environment`` describes. Return None outside of a pod, or if there is no token."""
         if missing_in(environment):
             return None
         node, pod, namespace = (environment[name] for name in DOWNWARD)
@@ -77,7 +77,7 @@ def require(environment: Mapping[str, str]) -> None:
     """Raise an error if ``--notices kubernetes`` cannot work in this process.
 
     Raises:
-        UsageError: this is no pod with a token and names, or the client is not installed.
+        UsageError: the process is not in a pod, a variable or the token is missing, or the client is not installed.
     """
     if missing := missing_in(environment):
         raise UsageError(
@@ -162,7 +162,7 @@ class ObjectWatch:
 
     Args:
         kind: the object to watch: the Node or the Pod of this process.
-        place: the place of this process in the cluster.
+        place: the names of this process's node and pod, and the directory of its token.
         environment: the environment of this process, which has the address of the API server.
     """
 

@@ -277,7 +277,7 @@ async def output_of(
     """Run a command, and return its exit code and the beginning of its output (stdout and stderr).
 
     A command that takes too long is killed with its process group. ``environment``: the variables of the command; None:
-    those of this process.
+    the variables of this process.
 
     Raises:
         OSError: the command cannot be started.
@@ -301,7 +301,7 @@ async def output_of(
 def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource]:
     """Return the sources that ``spec``, the value of ``--notices``, names.
 
-    ``auto`` means Slurm in a Slurm job, and Kubernetes in a pod that has its names and a token.
+    ``auto`` means Slurm in a Slurm job, and Kubernetes in a pod that can send requests to the API server.
 
     Raises:
         UsageError: ``spec`` names an unknown source, or one that cannot work here.

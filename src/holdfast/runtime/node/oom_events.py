@@ -10,8 +10,8 @@ def memory_events(
 ) -> Path | None:
     """Return the file with the line ``oom_kill N`` for this process's control group (version 1 or 2); None without one.
 
-    In a container, the path that the kernel reports may be the path on the host. The group at ``root`` is then the
-    group of the container.
+    ``root`` is the directory where the control groups are mounted. In a container, the kernel may report the path of
+    the group on the host. The group at ``root`` itself is then the group of the container.
     """
     try:
         lines = cgroups.read_text().splitlines()

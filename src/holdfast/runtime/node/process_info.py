@@ -84,11 +84,11 @@ def left_of(pid: int) -> tuple[int, int, int] | None:
 
 
 def await_end(pid: int, still_s: float, most_s: float) -> bool:
-    """Block until an exiting process is gone. Return False if it is not gone within these bounds.
+    """Block until an exiting process is gone. Return False if the wait ends before the process is gone.
 
     Args:
-        still_s: the wait ends after this many seconds without progress.
-        most_s: bound of the whole wait, in seconds.
+        still_s: the wait ends after this many seconds without progress of the exit.
+        most_s: the wait ends after this many seconds in any case.
     """
     fd = pidfd(pid)
     if fd < 0:
@@ -171,8 +171,8 @@ def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
 def kill_group(pid: int) -> None:
     """Send SIGKILL to the remaining processes of the process group that ``pid`` leads.
 
-    Python's resource tracker in the group is spared. It ends on its own after the others, and removes the semaphores
-    and the shared memory that they have left in /dev/shm.
+    Python's resource tracker in the group is spared. It ends on its own after the other processes, and removes the
+    semaphores and the shared memory that these processes have left in /dev/shm.
     """
     killed: set[int] = set()  # still members until the kernel has freed their memory, but they start nothing
     with contextlib.suppress(ProcessLookupError):
@@ -192,9 +192,9 @@ def kill_group(pid: int) -> None:
 
 
 def stopped_children(leaders: Collection[int]) -> dict[int, int]:
-    """Return, by leader, the pid of one stopped process in the leader's process group, other than the leader.
+    """Return, by leader, the pid of one stopped process in the process group of this leader, other than the leader.
 
-    A leader without such a process is left out. All of /proc is read once.
+    A leader whose group has no other stopped process is left out. All of /proc is read once.
     """
     found = {}
     for name in os.listdir("/proc"):
@@ -212,7 +212,7 @@ def _group(leader: int) -> list[int]:
 def _leader(pid: int) -> int:
     """Return the process group of ``pid``; 0 if there is no such process.
 
-    It makes only one system call, because the handling of each death calls it for all of /proc.
+    This is only one system call, because after each death of a worker it is made for every process in /proc.
     """
     try:
         return os.getpgid(pid)

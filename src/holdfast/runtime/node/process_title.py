@@ -1,7 +1,8 @@
 """The name that ``ps``, ``top`` and ``nvidia-smi`` show for a worker: the script and the rank.
 
-Otherwise these programs would show a forked worker as the zygote, and any other worker as a module of Holdfast. The
-title is written over the words of the command line in memory. ``ROOM``, a last word of blanks, reserves memory for it.
+Without this name these programs would show a forked worker as the zygote, and any other worker as a module of Holdfast.
+The title is written over the words of the command line in memory. ``ROOM``, a last word of the command line that
+consists of blanks, reserves memory for the title.
 """
 
 from __future__ import annotations

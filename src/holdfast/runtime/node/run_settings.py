@@ -36,7 +36,7 @@ def new_launch() -> str:
 
 
 def without_launch(name: str) -> str:
-    """Return a value of ``RunSettings.saves_as`` without the part that differs between the starts of a run."""
+    """Return ``name``, a value of ``RunSettings.saves_as``, without the id of the start (``RunSettings.launch``)."""
     return re.sub(r"-s[0-9a-f]{6}$", "", name)
 
 
@@ -137,7 +137,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def saves_as(self) -> str:
-        """The name that checkpoints carry: the same on all nodes, and different for each start."""
+        """The name of the job in its checkpoints: the same on all nodes, and different for each start of the run."""
         if self.job or not self.launch:
             return self.job_id
         return f"{self.run_id[: RUN_ID_LENGTH_MAX - len(self.launch) - 1]}-{self.launch}"
@@ -149,7 +149,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of workers of each node, by node number; a single number if all nodes have the same."""
+        """The number of workers of each node, by node number. A tuple of one number holds for all nodes."""
         return self.nprocs or (self.nproc,)
 
     @property
@@ -178,7 +178,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return Address(self.bind) if self.several else run.socket_of(name)
 
     def secret_of(self, run: RunDir) -> Secret:
-        """Return the secret that the processes of all nodes share. It includes whether their connections are encrypted.
+        """Return the secret that the processes of all nodes share, and whether connections between nodes are encrypted.
 
         Raises:
             AuthError: the token is missing, readable by others, or too short.

@@ -1,11 +1,11 @@
-"""The imports at the head of a training script, which the zygote makes once for all workers of its node.
+"""The imports at the head of a training script, which the zygote executes once for all workers of its node.
 
 Theory. The libraries of a script often take longer to import than torch. A worker that is forked from a process which
-has imported them begins at once. This also holds for the replacement of a lost rank. It is safe only for an import that
-has the same result in every worker and at an earlier time. So only the *head* of the script counts: the import
-statements of installed packages before the first statement of another kind. An import may still read a variable in
-which workers differ. :class:`WatchedEnvironment` detects that, and the zygote starts again without this statement and
-those after it.
+has imported them begins at once. This also holds for the replacement of a lost rank. An import in the zygote is safe
+only if its result is the same in every worker and does not depend on the time. So only the *head* of the script counts:
+the import statements of installed packages before the first statement of another kind. An import may still read an
+environment variable in which workers differ. :class:`WatchedEnvironment` detects that. The zygote then starts again,
+without this import statement and without all later ones.
 
 Invariants:
 1. The statements of a head are the first statements that the script executes, in the same order.
@@ -61,7 +61,7 @@ class HeadImport(NamedTuple):
     def make(self) -> str:
         """Execute the statement, and return its error as text; empty: it succeeded.
 
-        Its modules stay in ``sys.modules``.
+        The imported modules stay in ``sys.modules``.
         """
         code = compile(ast.Module([self.node], []), "<head>", "exec")
         try:
@@ -73,10 +73,12 @@ class HeadImport(NamedTuple):
 
 
 def head_of(kind: str, target: str, cwd: Path) -> list[HeadImport]:
-    """Return the import statements at the head of a script or module, without those of the quick standard library.
+    """Return the imports of installed packages at the head of a script or module.
+
+    Imports of the standard library and of Holdfast are left out, because they are quick.
 
     Args:
-        kind: ``script`` or ``module``, see ``RunSettings``.
+        kind: ``script`` for a file, ``module`` for the form ``python -m``.
         target: path of the script, or name of the module.
         cwd: the directory in which workers start.
     """
@@ -95,7 +97,7 @@ def head_of(kind: str, target: str, cwd: Path) -> list[HeadImport]:
 
 
 def _head(body: list[ast.stmt]) -> tuple[list[HeadImport], bool]:
-    """Return the imports at the head of a module, and True if a statement of another kind ends the head."""
+    """Return the imports of installed packages at the head of a file, and True if another statement ends the head."""
     found: list[HeadImport] = []
     for node in body:
         if _does_nothing(node):
@@ -175,8 +177,8 @@ class WatchedEnvironment(os._Environ[str]):
     """``os.environ`` during the imports of the zygote: it records the first read of a variable in which workers differ.
 
     A copy of the whole environment does not count as a read, because libraries copy it for their child processes. In
-    such a copy these variables have the value ``UNKNOWN``. A later use as a number is then an error, and not a wrong
-    rank. Only reads by Python code are detected.
+    such a copy these variables have the value ``UNKNOWN``. A later use of this value as a number raises an error, and
+    gives no wrong rank. Only reads by Python code are detected.
     """
 
     names: Collection[str] = frozenset()

@@ -3,15 +3,16 @@
 Theory. A vote is one small all-reduce that every rank waits for. Over sockets it would cost several hand-overs between
 threads and processes, and each of them waits for the scheduler. In shared memory a rank stores its own words and reads
 those of the other ranks. Every rank owns two ballots and two notes (short byte strings), used alternately. A rank may
-write its ballot of round n + 2 only after it has read round n + 1 of all ranks. Each of these ranks had read round n of
-all ranks before it wrote round n + 1. So no ballot is overwritten before all ranks have read it. Notes need no rounds,
-because there is a vote between two notes of a rank.
+write its ballot of vote n + 2 only after it has read the ballots of vote n + 1 of all ranks. Each of these ranks had
+read the ballots of vote n of all ranks before it wrote its ballot of vote n + 1. So no ballot is overwritten before all
+ranks have read it. A note is also read before it is overwritten, because there is a vote between two notes of a rank.
 
 Invariants:
 1. A record (a ballot or a note) is accepted only if its sequence number is the expected one and its digest matches. If
    a store becomes visible late, or in another order, the reader waits.
 2. A vote that returns has read a ballot of every rank of the board. A posted record is kept when its rank dies.
-3. Each wait ends: with the record, with an exception of ``check``, or because the writer is gone.
+3. Each wait ends: with the record, with an exception of the caller's function ``check``, or because the rank that has
+   to write the record is gone.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class SharedMemoryAllReduce:
         return self
 
     def close(self) -> None:
-        """Remove the file. The mapping is freed together with this object."""
+        """Remove the file of the board. The mapping is freed together with this object."""
         self._path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ use
@@ -121,7 +122,12 @@ class SharedMemoryAllReduce:
         self._post(self._note(self.rank, turn), turn, data)
 
     def hear(self, rank: int, check: Check) -> bytes:
-        """Wait for the next note of ``rank``, and return it. The exceptions are those of :meth:`reduce`."""
+        """Wait for the next note of ``rank``, and return it.
+
+        Raises:
+            PeerLost: the rank is gone and has not posted the note.
+            Exception: any exception of ``check``, which is called again and again during the wait.
+        """
         self._notes[rank] += 1
         turn = self._notes[rank]
         return self._await(rank, self._note(rank, turn), turn, check)

@@ -43,7 +43,7 @@ class Spawned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """Message from zygote to agent: a worker has ended. It is sent again to each new agent."""
+    """Message from zygote to agent: a worker has ended. The zygote sends the message again to each new agent."""
 
     member_id: MemberId
     pid: int

@@ -207,7 +207,7 @@ class Page:
         header[3] = _digest(self._sequence, step, payload)
 
     def read_locals(self) -> dict[int, bytes]:
-        """Return all complete payloads of :meth:`write_local`, by step. During a write there may be none."""
+        """Return all complete payloads of :meth:`write_local`, by step. During a write the result may be empty."""
         found: dict[int, bytes] = {}
         for sequence, step, length, digest in sorted(self._headers()):
             if sequence and length <= LOCAL_SIZE_BYTES_MAX:
@@ -236,8 +236,8 @@ def _digest(sequence: int, step: int, payload: bytes) -> int:
 def each_page(directory: Path, prefix: str) -> Iterator[Page]:
     """Yield the pages in ``directory`` whose names begin with ``prefix``, sorted. Each is closed before the next one.
 
-    Pages that cannot be opened are left out: incomplete ones, those of another version, and those removed in the
-    meantime.
+    Pages that cannot be opened are left out: incomplete pages, pages of another version, and pages that were removed in
+    the meantime.
     """
     try:
         paths = sorted(directory.glob(f"{prefix}*"))

@@ -145,7 +145,7 @@ def check_loaded(torch: ModuleType) -> None:
 
 
 def all_restart(torch: str, reason: str) -> str:
-    """Return the message to the user that Holdfast does not replace the process groups of this torch."""
+    """Return the message to the user that Holdfast does not replace torch's own process groups, for ``reason``."""
     return (
         f"torch {torch}: {reason}: all workers start again after a fault, none is replaced in place "
         f"(tested: torch {TESTED})"
@@ -153,9 +153,9 @@ def all_restart(torch: str, reason: str) -> str:
 
 
 def why_untouched() -> str:
-    """Return why Holdfast does not replace torch's own process groups in this process; empty: it does.
+    """Return why Holdfast does not replace torch's own process groups in this process; empty: it replaces them.
 
-    The launcher has set the reason in a variable. If it has not, the self-test decides here.
+    The launcher sets the reason in an environment variable. Without this variable, the self-test decides.
     """
     told = os.environ.get(VARIABLE)
     if told is not None:
@@ -166,7 +166,7 @@ def why_untouched() -> str:
 
 @functools.cache
 def try_out(build: TorchBuild) -> SelfTestVerdict:
-    """Return the verdict on a build of torch: a recorded verdict, or that of a self-test now (a few seconds)."""
+    """Return the recorded verdict on a build of torch. Without a record, run the self-test (a few seconds)."""
     kept = _kept_at(build)
     try:
         verdict = msgspec.json.decode(kept.read_bytes(), type=SelfTestVerdict)

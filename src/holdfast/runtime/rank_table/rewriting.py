@@ -1,9 +1,9 @@
 """The rank table of a generation in which a spare node has taken the ranks of a lost host.
 
-The remaining hosts keep their entries, with their current ranks. A spare host gets an entry with its own address and
-its devices from 0 on; the addresses of these devices are not known. Version 1.0 requires hosts in the order of their
-names. If the spare's address would give its entry another position, the entry keeps the name of the host that it
-replaces.
+The remaining hosts keep their entries, with their current ranks. A spare host gets an entry with its own address as
+the name. Its devices are numbered from 0, and the addresses of these devices are not known. Version 1.0 requires hosts
+in the order of their names. If the new name would give the entry another position, the entry keeps the name of the lost
+host.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class RewrittenTable(NamedTuple):
 
 
 def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> RewrittenTable:
-    """Return the rank table for the workers of ``order``. Its path is empty in a run without a table.
+    """Return the rank table for the workers that ``order`` starts. Its path is empty in a run without a table.
 
-    If the user's table does not match the nodes of ``order``, another table is written to the run directory.
+    If the user's table does not match the nodes that ``order`` names, a changed table is written to the run directory.
     """
     blocks, first = [], 0
     for place, (node_id, address) in enumerate(order.places):
@@ -67,7 +67,9 @@ def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Rewritt
 
 
 def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:
-    """Return the rank table ``data`` changed for the nodes in ``blocks``, which are in rank order.
+    """Return the rank table ``data``, changed so that it describes the nodes in ``blocks``.
+
+    ``blocks`` has the ranks of each node, in rank order.
 
     Raises:
         UsageError: ``data`` is no valid table, or has fewer hosts than ``blocks``, or the result would have mistakes.

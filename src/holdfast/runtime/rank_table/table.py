@@ -1,10 +1,10 @@
 """Rank tables: the JSON file of Ascend's tools with the host and device of each rank. They are read, checked and
 written.
 
-There are two forms. *Servers* (versions 1.0 and 1.2) lists hosts with their devices, and every number is a string; 1.2
-adds super pods. *Ranks* (version 2.0) lists ranks with their devices and network layers, without hosts, and its numbers
-are JSON numbers. The check collects every mistake before it reports any, because each round of corrections costs a
-start.
+There are two forms. *Servers* (versions 1.0 and 1.2) lists hosts with their devices, and every number is a string.
+Version 1.2 adds super pods, which are groups of hosts. *Ranks* (version 2.0) lists ranks with their devices and network
+layers, without hosts, and its numbers are JSON numbers. The check collects every mistake before it reports any, because
+the user finds each further mistake only by another start of the job.
 
 Invariants of a table that :func:`read` returns:
 1. The ranks are 0 to n-1, each once. No device occurs twice on a host.
@@ -411,7 +411,7 @@ def _number(
 ) -> int | None:
     """Return the whole number (0 or more) under ``key``; None: a mistake was added instead.
 
-    It must be a string of digits in versions 1.x (``as_text``), and a JSON number in version 2.0.
+    The value must be a string of digits in versions 1.x (``as_text``), and a JSON number in version 2.0.
     """
     value = item.get(key)
     if as_text and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:

@@ -1,6 +1,7 @@
-"""The entry of a worker after fork or exec: client, status page, process groups, then the script as ``__main__``.
+"""The entry of a worker after fork or exec. It sets up the client, status page and process groups, and runs the script.
 
-All inputs are in the environment and in ``run.json``. The exit code is that of the script, or one of these:
+All inputs are in the environment and in ``run.json``. The script runs as ``__main__``. The exit code of the worker is
+the exit code of the script, or one of these:
 
 - 1 after an uncaught exception; 3 after a typed UserError or StoreError;
 - 78 (RESTART) if the script failed while its job was fenced;
@@ -82,7 +83,7 @@ def write_to(log: str) -> None:
 
 
 def take_over(client: WorkerClient, log: str, settings: RunSettings) -> None:
-    """Redirect the output and the stacks of a spare that became a member to the files of its rank."""
+    """Redirect the output and the stacks of this process, a spare that became a member, to the files of its rank."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     write_to(log)

@@ -2,12 +2,13 @@
 
 The process with local rank 0 starts the agent in a new process session. With ``RunSettings.library``, the agent watches
 and saves, but never starts workers. The process with local rank 0 also writes a pointer file, which names the run
-directory. All local ranks derive the name of the pointer file from the same environment variables. A pointer counts
-only while the process that wrote it lives. So the pointer of an earlier run at the same address is never used. The file
-is in a private directory of this user, because a shell loop may start each rank in another working directory. Several
-nodes have an agent each; ``library_nodes.py`` connects these agents.
+directory. All local ranks derive the name of the pointer file from the same environment variables. A pointer file is
+valid only while the process that wrote it lives. So the pointer file of an earlier run with the same variables is never
+used. Pointer files are in a private directory of this user, because a shell loop may start each rank in another working
+directory. In a job of several nodes each node has an agent; ``library_nodes.py`` connects these agents.
 
-Invariant: two processes never take the same rank of one agent. If two jobs have the same variables, one is refused.
+Invariant: two processes never take the same rank of one agent. If two jobs run with the same variables, the later job
+is refused.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def refuse_unknown(seat: ProcessPlace, *, may_exchange: bool) -> None:
     """Refuse a job of several nodes unless all ranks can exchange sums and the number of ranks per node is known.
 
     Raises:
-        UnsupportedError: the exchange or the number is missing.
+        UnsupportedError: the ranks cannot exchange sums, or the number of ranks per node is unknown.
     """
     if may_exchange and seat.local_world_size:
         return
@@ -112,7 +112,8 @@ def agree(seat: ProcessPlace, exchange: Exchange) -> LibraryNodes:
 def own_address(master: str) -> str:
     """Return an address of this host, which is rank 0's node.
 
-    The first address of ``master`` or of the host name that belongs to this host is taken; otherwise ``127.0.0.1``.
+    The result is an address of the host name ``master`` if this host has one, otherwise an address of this host's own
+    name, otherwise ``127.0.0.1``.
     """
     for name in (master, socket.gethostname()):
         try:

@@ -1,7 +1,8 @@
 """The place of this process in its job (rank, world size, local rank), from one of three sources.
 
-Under ``holdfast run`` the agent has sent it. In all other processes :func:`holdfast.core.launch_environment.seat_of`
-reads it from the variables of the launcher, or from the rank table that these name.
+Under ``holdfast run`` the agent has sent the place. In all other processes
+:func:`holdfast.core.launch_environment.seat_of` reads the place from the environment variables of the launcher, or from
+the rank table that a variable names.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def seat_here(known: tuple[int, int] | None = None) -> ProcessPlace:
 
 
 def place_here(known: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Return (rank, world size) of this process. Arguments and errors are those of :func:`seat_here`."""
+    """Return (rank, world size) of this process.
+
+    ``known``: rank and size of the framework's own group. The errors are those of :func:`seat_here`.
+    """
     seat = seat_here(known)
     return seat.rank, seat.world_size
 
@@ -50,8 +54,8 @@ def place_here(known: tuple[int, int] | None = None) -> tuple[int, int]:
 def refuse_started_by_script() -> None:
     """Refuse to run as a rank that rank 0 has started by running the script again.
 
-    Fabric and Lightning start ranks in this way without a launcher. Rank 0 was started alone, so it has torch's own
-    groups, and would wait for this rank forever.
+    Fabric and Lightning start ranks in this way without a launcher. Rank 0 was started alone, so its process groups
+    are torch's own and not Holdfast's. In these groups it would wait for this rank forever.
 
     Raises:
         UsageError: this process is such a rank.

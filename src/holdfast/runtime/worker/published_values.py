@@ -19,10 +19,10 @@ WAIT_ENDS = {"fenced": "a recovery began", "orphaned": "launcher and agent were 
 
 
 def first_published(client: WorkerClient | None, key: str, mine: Sequence[object], what: str) -> list[Any]:
-    """Publish the plain values ``mine`` unless another rank has published before.
+    """Publish the plain values ``mine`` under ``key``, unless another rank has published values there before.
 
     Return the values that were published first. Without a client these are ``mine``. If the agent answers with an
-    error, the result is also ``mine``, after a warning that ``what`` was not compared.
+    error, the result is also ``mine``, after a warning that begins with ``what``, the values in words.
 
     Raises:
         ProtocolError: the first rank has published another number of values.
@@ -43,7 +43,7 @@ def published(client: WorkerClient, key: str, when: str, wait_s: float = 0.0) ->
     """Return the bytes that a rank has published under ``key``; empty if none has within ``wait_s`` seconds.
 
     Raises:
-        GroupError: a recovery began, or the agent was lost. The message ends with ``when``.
+        GroupError: a recovery began, or the agent was lost. ``when`` is the end of the error message.
     """
     reply = client.kv("wait", (key,), timeout_s=wait_s)
     if reply.error not in WAIT_ENDS:

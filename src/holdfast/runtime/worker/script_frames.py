@@ -46,8 +46,8 @@ def frames_outside(directories: tuple[str, ...]) -> Iterator[FrameType]:
 def variables_of_script() -> dict[str, object]:
     """Return, by name, the variables of all stack frames outside of Holdfast and the globals of the script's modules.
 
-    If several different variables have the same name, only the innermost has the plain name in the result. The others
-    have the form ``FILE:NAME``.
+    If several different variables have the same name, only the innermost has the plain name in the result. The other
+    variables have names of the form ``FILE:NAME``.
     """
     found: dict[str, object] = {}
     for file, variables in _scopes():

@@ -4,8 +4,8 @@ Theory. A box is a rectangle of a tensor. The layouts list, for each box of a ne
 box. The newcomer cuts every box into pieces, and assigns each piece to the holder with the least load. It sends
 requests to all holders in parallel, with one connection and one thread each. Pieces travel in batches, from memory to
 memory. A tag follows each batch (``sealing.py``) and proves that the bytes are those that the holder has sent. If a tag
-does not match or a holder is lost, another holder sends its pieces. Nothing is written to disk. The sizes of buffers
-come from the layout, so no peer can make the newcomer allocate memory.
+does not match or a holder is lost, the newcomer requests the missing pieces from other holders. Nothing is written to
+disk. The sizes of buffers come from the layout, so no peer can make the newcomer allocate memory.
 
 Invariants:
 1. When :func:`fetch` returns, every byte of every buffer has arrived with a matching tag.
@@ -38,7 +38,7 @@ A = TypeVar("A")
 
 
 class AskPieces(msgspec.Struct, frozen=True, tag=True):
-    """A request for pieces of boxes, together at most ``PIECE_SIZE_BYTES``."""
+    """A request for pieces of boxes, together at most ``PIECE_SIZE_BYTES`` bytes."""
 
     pieces: tuple[Extent, ...]
 
@@ -86,11 +86,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class StateServer(AnswerServer[Talk]):
-    """A server that sends one frozen state to processes of the same run.
+    """A server that sends one state of this rank, which does not change meanwhile, to processes of the same run.
 
     Args:
-        view: returns bytes of a box that this rank holds; raises :class:`HoldfastError` for other boxes, and for a box
-            that it cannot read.
+        view: returns the bytes of a box that this rank holds; raises :class:`HoldfastError` for another box, and for a
+            box that it cannot read.
         values: the encoded plain values.
         secret: secret of the run.
         service: the service name for this rank and generation, see ``service_names.py``.
@@ -182,7 +182,7 @@ class _FetchedPart(msgspec.Struct):
 class _SourcePeer:
     """The connection to one holder, opened at its first use.
 
-    ``lost``: why it is no longer used; empty: it is in use.
+    ``lost``: why the connection is no longer used; empty: it is in use.
     """
 
     def __init__(self, rank: int, at: Address, secret: Secret, service: str) -> None:
@@ -251,7 +251,7 @@ def _parts(wanted: Sequence[Wanted]) -> list[_FetchedPart]:
 def _share_out(
     parts: Sequence[_FetchedPart], peers: Mapping[int, _SourcePeer]
 ) -> dict[int, list[_FetchedPart]]:
-    """Assign each piece to the holder with the least load, and return the pieces by rank. Raises: PeerLost."""
+    """Assign each piece to the holder with the fewest bytes to send. Return the pieces by rank. Raises: PeerLost."""
     shares: dict[int, list[_FetchedPart]] = {}
     load = dict.fromkeys(peers, 0)
     for part in sorted(parts, key=lambda p: -p.size_bytes):

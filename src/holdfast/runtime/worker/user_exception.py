@@ -1,7 +1,9 @@
-"""The report of an exception of user code that ends its process: to the log, the error file and the controller.
+"""The report of an exception that user code raised and that ends the process.
 
-Theory. The exception is reported as soon as it is known. If a session sees the exception, it reports it while the
-process still holds the state. The process then waits for an order (``stays``), because the same error may hit all ranks
+The report is written to the log and the error file, and is sent to the controller.
+
+Theory. The exception is reported as soon as it is known. A session that sees the exception reports it while the
+process still holds the state. The process then waits for the order to leave, because the same error may hit all ranks
 at once, and then no other process has the state. An exception that no session sees is reported when the script has
 ended.
 """
@@ -46,7 +48,7 @@ def show(error: BaseException) -> None:
 
 
 def follows(client: WorkerClient, error: BaseException) -> bool:
-    """Return True if the exception is only the effect of another rank's loss, for which this rank was fenced.
+    """Return True if the exception is only the effect of another rank's loss, and this rank is fenced.
 
     If the exception may be such an effect, wait for the fence for at most ``FENCE_WAIT_S`` seconds.
     """
@@ -70,9 +72,9 @@ def show_following(client: WorkerClient, error: BaseException) -> None:
 
 
 def _lost_peer(error: BaseException | None) -> bool:
-    """Return True if the exception, or a cause of it, is a ``FaultError``, or has the text of a ``PeerLost``.
+    """Return True if the exception, or an earlier one in its chain, is a ``FaultError`` or has ``PeerLost: `` as text.
 
-    torch turns an error in a callback of autograd into such a text.
+    torch turns an error in a callback of autograd into an exception that has only the text of the error.
     """
     while error is not None:
         if isinstance(error, FaultError) or "PeerLost: " in words_of(error):
@@ -89,7 +91,7 @@ def tell(
     Return True for an error that the user has to fix (``UserError`` or ``StoreError``).
 
     Args:
-        what: replaces the text of the exception; empty: the text of the exception is sent.
+        what: the text to report; empty: the text of the exception.
         stays: True if the process waits until it is ordered to leave.
         between: True if the exception was raised between two steps.
     """
@@ -146,9 +148,9 @@ def words_of(error: BaseException) -> str:
 
 
 def _with_cause(text: str) -> str:
-    """Return a text of torch about a caught exception, with its last line (the exception) moved to the front.
+    """Return the text of an error. If torch made it about a caught exception, repeat its last line in its first line.
 
-    The first line of such a text names only the place that caught it. Any other text is returned unchanged.
+    The first line of such a text says only where torch caught the exception. The last line names the exception.
     """
     caught = _CAUGHT.match(text)
     return (

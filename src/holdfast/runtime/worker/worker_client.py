@@ -1,9 +1,9 @@
 """The connection of a worker to the agent of its node: one daemon thread with sockets of the standard library.
 
 Every collective releases the GIL. So the thread works while the main thread is in C++, and a fence always arrives. When
-the agent dies, the thread reads the endpoint file until a successor answers. It then sends the queued messages. It also
-repeats the last message of each kind in ``REPEATED``, because the dead agent may not have passed it on. Some messages
-that this process has received may be unknown to the successor, and are sent to it as well
+the agent dies, the thread reads the endpoint file until a successor answers. It then sends the queued messages. Of
+some types (``REPEATED``) it also sends the last message again, because the dead agent may not have passed that message
+on. The successor may lack some messages that this process has received. They are sent to the successor as well
 (:meth:`WorkerClient.repeat`).
 """
 
@@ -80,9 +80,9 @@ class WorkerClient:
 
     Attributes:
         hello: returns the rank's state and step for :class:`WorkerHello`; a session sets it.
-        on_fence_default: poisons the process groups of a script that has no session.
-        fenced: True from a fence until the next :class:`ResumeInPlace`.
-        orphaned: True from the time when no further agent is expected, until one answers nevertheless.
+        on_fence_default: called at a fence. In a script that has no session it poisons the process groups.
+        fenced: True from a fence until the next :class:`ResumeInPlace`, the order to continue in this process.
+        orphaned: True from the time when no further agent is expected, until an agent answers nevertheless.
     """
 
     _current: WorkerClient | None = None
@@ -190,7 +190,7 @@ class WorkerClient:
         """Queue a message to the agent. Any thread and any signal handler may call this.
 
         Raises:
-            ProtocolError: the agent has been away for so long that the queue is full.
+            ProtocolError: there was no agent for so long that the queue is full.
         """
         if len(self._outbox) >= QUEUE_LENGTH_MAX:
             raise ProtocolError(f"{QUEUE_LENGTH_MAX} messages wait for an agent that does not come back")
@@ -198,9 +198,9 @@ class WorkerClient:
         self._wake()
 
     def repeat(self, message: Message) -> None:
-        """Send ``message``, which this process has received, to every later agent, after the hello.
+        """Send ``message``, which this process has received, to each successor of the agent when it connects.
 
-        A later message of the same type replaces it.
+        A later call with a message of the same type replaces ``message``.
         """
         self._repeated[type(message)] = message
 
@@ -299,9 +299,9 @@ class WorkerClient:
             return  # the pipe is full of wake-ups already
 
     def _guard(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Wrap the body of a thread, so that an exception in it ends the process.
+        """Return a function for a thread that calls ``body``. An exception in ``body`` ends the whole process.
 
-        A worker without this thread could hang the job.
+        Without this thread the worker could hang the job.
         """
 
         def run() -> None:
@@ -350,7 +350,7 @@ class WorkerClient:
                 time.sleep(RETRY_S)
 
     def _is_orphan(self, away_s: float) -> bool:
-        """Return True if, after ``away_s`` seconds without an agent, no successor of the agent is expected."""
+        """Return True if no successor of the agent is expected after ``away_s`` seconds without an agent."""
         if away_s <= min(ORPHAN_LOOK_S, self.orphan_s):
             return False
         assert self.run_dir is not None
