@@ -7,7 +7,8 @@ reach those that torch forwards to Python subclasses.
 Invariants:
 1. Every collective goes through :meth:`ReconfigurableGroup._run`. There each collective is counted, checked against the
    modes of the process (``comm_state.py``), and guarded. An exception that shows a wrong call is passed on unchanged.
-2. ``inner`` was built in the current generation of the process, or is None (before a loopback ends).
+2. ``inner`` was built in the current generation of the process. It is None in a process that began in loopback, until
+   its loopback ends.
 """
 
 from __future__ import annotations

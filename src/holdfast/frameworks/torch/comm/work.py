@@ -347,11 +347,11 @@ class GuardedWork(Work):
 
 
 class _UserTimeout(RuntimeError):
-    """The error that the caller's own timeout ran out, which is not a fault."""
+    """The error of a wait that has lasted longer than the caller's own timeout; it is not a fault."""
 
 
 class _Interrupted(FaultError, RuntimeError):
-    """The error that the process was poisoned during a point-to-point wait."""
+    """The error of a wait for a point-to-point call during which the process was poisoned."""
 
 
 class Blocking:
@@ -387,7 +387,8 @@ class Blocking:
     def join(self, stopped: Callable[[], bool], deadline_s: float | None, what: str) -> None:
         """Wait until the helper thread has ended its wait.
 
-        Raises: the work's own error, FaultError if ``stopped``, RuntimeError past ``deadline_s``.
+        Raises: the work's own error; FaultError once ``stopped()`` returns True; RuntimeError after ``deadline_s``
+        (monotonic time).
         """
         while not self.ended.wait(SLICE.total_seconds()):
             if stopped():

@@ -1,8 +1,8 @@
 """The regions (boxes) of global tensors that this rank holds, and their bytes.
 
-A plain tensor is a whole tensor, with two exceptions. It may be declared to be a region of a larger tensor
-(:func:`declare`: Megatron's tensor-parallel weights, a flat optimizer shard). Or it has the attributes of DCP's
-``CheckpointableTensor`` (torch 2.15: several regions, and padding, which is not saved).
+A plain tensor counts as a whole global tensor, with two exceptions. First, code may declare the tensor to be a region
+of a larger one (:func:`declare`: Megatron's tensor-parallel weights, a flat optimizer shard). Second, the tensor may
+have the attributes of DCP's ``CheckpointableTensor`` (torch 2.15: several regions, and padding, which is not saved).
 A ``DTensor`` is split by its placements, in the order of the mesh dimensions. A strided placement (fully sharded on top
 of tensor parallel) gives several regions. The regions are found by splitting an index range with the placement's own
 code, so they are right for any placement. That takes 30 microseconds. A model has few combinations of shape, mesh and
@@ -169,7 +169,7 @@ def _lies_in(sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int])
 
 
 def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError for weights that Megatron split and that no code declared: they would pass for whole copies."""
+    """Raise StateError for weights that Megatron split and that no code declared: each would be saved as if whole."""
     for fqn, parameter in parameters.items():
         if getattr(parameter, "tensor_model_parallel", False) and region_of(parameter) is None:
             raise StateError(
@@ -247,7 +247,7 @@ def _form_of(tensor: DTensor) -> _ShardForm | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _cut(form: _ShardForm) -> tuple[tuple[tuple[_Run, ...], ...], tuple[LocalPart, ...]]:
-    """Return the runs of consecutive elements in each dimension, and the regions that they form."""
+    """Return this rank's runs of consecutive elements in each dimension, and the regions that the runs form."""
     runs = tuple(tuple(_runs(form, dim)) for dim in range(len(form.shape)))
     parts = tuple(
         LocalPart(
@@ -281,7 +281,10 @@ def _runs(form: _ShardForm, dim: int) -> list[_Run]:
 
 
 def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
-    """Return the regular cut that gives this rank its one box; None if it has several, or the cut is irregular."""
+    """Return the cell of a regular sharding whose box is the only one of ``boxes``; None without such a cell.
+
+    There is no such cell if this rank holds several boxes, or if the sharding is irregular.
+    """
     if not isinstance(tensor, DTensor) or len(boxes) != 1:
         return None
     form = _form_of(tensor)
@@ -291,7 +294,7 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _regular(form: _ShardForm, box: Box) -> Cuts | None:
-    """Return the regular cut that gives ``box`` to this rank; None if the cut is irregular."""
+    """Return this rank's cell of the sharding, whose box is ``box``; None if the sharding is irregular."""
     cuts = []
     for dim in range(len(form.shape)):
         steps = [
@@ -315,9 +318,9 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Return True if ``tensor`` can replace ``like``: same shape, device and sharding, without autograd.
+    """Return True if ``tensor`` can replace ``like``: both have the same shape, device and sharding.
 
-    The elements of ``tensor`` must not share memory.
+    ``tensor`` must not require a gradient, and its elements must not share memory.
     """
     if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
         return False

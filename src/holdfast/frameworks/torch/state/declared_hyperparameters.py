@@ -39,7 +39,7 @@ TOLD_MAX = 10
 
 
 class HyperparameterChange(NamedTuple):
-    """A value that the script now sets differently.
+    """A value that this script sets differently from the script that wrote the checkpoint.
 
     ``owner`` is ``optimizer.NAME`` or ``scheduler.NAME``, ``then`` the checkpoint's value, ``now`` the script's.
     """
@@ -168,7 +168,10 @@ class Declared:
                 group[each.name] = tuple(now) if isinstance(group.get(each.name), tuple) else now
 
     def _take_rate(self, optimizer: Optimizer, index: int, then: Any, now: Any) -> None:
-        """Set the learning rate of one parameter group to the script's value; a factor from the schedule is kept."""
+        """Set the learning rate of parameter group ``index`` to the script's value ``now``.
+
+        If the schedule has multiplied the checkpoint's value ``then`` by a factor, ``now`` gets the same factor.
+        """
         group = optimizer.param_groups[index]
         before = float(group["lr"])
         rate = now if before == then or not then else before * (now / then)
@@ -212,7 +215,7 @@ _OTHER = object()
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` in a form that can be compared and saved; ``_OTHER`` if it has no such form."""
+    """Return ``value`` in a form that can be compared and saved; if it has no such form, the marker ``_OTHER``."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):

@@ -31,7 +31,10 @@ SMALL_NUMEL = 65536
 
 
 class Snapshot:
-    """Copies of the state at the start of the current step; ``undo`` holds those for ``step.update(name)``."""
+    """Copies of the state at the start of the current step.
+
+    ``undo`` holds the copies of weights and optimizer state, from which tentative updates are undone.
+    """
 
     def __init__(self, state: TorchState) -> None:
         self._state = state
@@ -179,7 +182,7 @@ def _numel(value: Any) -> int:
 
 
 def _scaler_values(scaler: Any, saved: dict[str, torch.Tensor | None]) -> dict[str, Any]:
-    """Return the scaler's state dict with the scale and the counter from the start of the step."""
+    """Return the scaler's state dict with the scale and the growth counter from the start of the step (``saved``)."""
     values: dict[str, Any] = dict(scaler.state_dict())
     scale, tracker = saved["_scale"], saved["_growth_tracker"]
     if values and scale is not None and tracker is not None:

@@ -59,7 +59,7 @@ class UpdateReplay:
 
     Args:
         state: state of the session.
-        owner: the object whose hooks may run at an optimizer's step.
+        owner: the session's adapter. Updates cannot be repeated if another object has hooks on the optimizer's step.
 
     Attributes:
         alone: True while an update is foretold or repeated; hooks ignore that step.
@@ -80,7 +80,7 @@ class UpdateReplay:
     # ------------------------------------------------------------------ from the adapter
 
     def begin(self) -> None:
-        """Record that a block begins. Its optimizer is not yet about to step."""
+        """Record that a block begins."""
         self._comes = False
 
     def comes(self) -> None:

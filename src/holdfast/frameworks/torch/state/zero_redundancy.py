@@ -79,7 +79,7 @@ class ZeroState(OptimizerState):
         return f"{super().kind()}({type(local_part(self.optimizer)).__name__})"
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Return the plain values of the optimizer as the base class does. All state per parameter must be tensors.
+        """Return the optimizer's plain values and pass its tensors to ``leaf``, as the base class does.
 
         Raises:
             StateError: a parameter's state has a value that is not a tensor. Such values of two ranks could not be
@@ -98,9 +98,9 @@ class ZeroState(OptimizerState):
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """Prepare a load as the base class does, for the state of the parameters that this rank updates.
+        """Make memory for the saved state of the parameters that this rank updates, as the base class does.
 
-        The plain values ``saved`` may come from any rank.
+        The plain values ``saved`` may come from any rank: the catalogue names the tensors of all ranks.
         """
         local = local_part(self.optimizer)
         assert local is not None
