@@ -404,10 +404,11 @@ class TorchAdapter:
         self._reseed(step, self._parts.part, between=False)
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed the random generators for the script's code before the block of ``step``; copy state that it may change.
+        """Seed the random generators for the script's code before the block of ``step``.
 
-        With ``again``, that code runs a second time: the first copies are kept. In both cases a sample of the weights
-        is recorded, which later shows if the script has exchanged the weights.
+        Unless ``again``, copy the state that this code may change. With ``again``, the code runs a second time, and the
+        copies from before its first run stay. A sample of the weights is recorded in both cases: it later shows if the
+        script has exchanged the weights.
         """
         self._reseed(step, part, between=True)
         if again:

@@ -305,7 +305,7 @@ def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[
 def _recorder_size() -> int:
     """Return the size of torch's flight recorder in entries; 0: it is off.
 
-    As in torch, two environment variables are read, and the first that is set counts.
+    As in torch, ``TORCH_FR_BUFFER_SIZE`` is read, or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` if the first is not set.
     """
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     return int(next((value for name in names if (value := os.environ.get(name))), "2000"))

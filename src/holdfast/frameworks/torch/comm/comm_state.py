@@ -5,7 +5,7 @@ groups. The first error therefore *poisons* all groups of the process. The effec
 time of its call:
 
 - Inside a step, before its vote (*shield*): the collective completes at once on local data. So DDP's reducer and
-  FSDP2's hooks end in order, and the vote rejects the step.
+  FSDP2's hooks end without an error, and the vote rejects the step.
 - At any other time: the collective raises :class:`~holdfast.errors.PeerLost`.
 
 Two modes are independent of faults. Between the vote and the end of the block (*seal*), collectives of user code are
@@ -17,7 +17,7 @@ Invariants:
    and each rank builds a group at most once in a generation.
 3. No caller waits for the end of a poisoned inner group. A separate thread destroys the group, because the destructor
    joins gloo's threads, and one of them may be in a long wait.
-4. Before the first group is made, nothing here belongs to one process: a zygote may fork after ``install()``.
+4. Before the first group is made, this state has no thread and no socket, so a zygote may fork after ``install()``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Inner(Protocol):
         """Return an error that NCCL found outside of the collectives, or an empty text."""
 
     def close(self) -> None:
-        """End a healthy group in order; gloo's threads end when the caller drops its last reference."""
+        """Shut down a healthy group; gloo's threads end when the caller drops its last reference."""
 
     def bury(self) -> None:
         """Begin to destroy the group in the background, after :meth:`sever`; returns at once."""
@@ -283,7 +283,7 @@ class CommState:
             work.release()
 
     def sever(self, inners: Sequence[Inner]) -> None:
-        """Make every collective in progress in these groups end, with one common abort for all NCCL backends."""
+        """Make every collective in progress in ``inners`` end, with one common abort for all NCCL backends."""
         with self._lock:
             abort = Abort([backend for inner in inners for backend in inner.unsevered()])
             for inner in inners:
@@ -371,7 +371,7 @@ class CommState:
             self.flight.end(count, broken)
 
     def track(self, work: Pending) -> None:
-        """Remember a collective until it has ended: its memory must not be reused before that."""
+        """Record a collective in progress: the memory of its tensors must not be reused before its end."""
         if len(self._pending) >= _PENDING_PRUNE:
             with self._lock:
                 self._pending = {k: w for k, w in self._pending.items() if not w.settled()}
@@ -380,7 +380,7 @@ class CommState:
             work.release()
 
     def forget(self, work: Pending) -> None:
-        """Forget a collective that has ended."""
+        """Remove a collective from the collectives in progress, because it has ended."""
         self._pending.pop(id(work), None)
         if not self._pending:
             self._waited.end()

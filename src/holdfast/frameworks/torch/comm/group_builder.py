@@ -112,7 +112,10 @@ class BuiltGroup:
         return any(private_api.is_connected(backend) for backend in self._abortable)
 
     def close(self) -> None:
-        """End the group in order. The threads of gloo are joined when the caller drops this object."""
+        """Shut down a healthy group and close duplicated sockets.
+
+        The threads of gloo are joined when the caller drops this object.
+        """
         if self._abort is None:
             self._group.shutdown()
         for endpoints in self._endpoints:

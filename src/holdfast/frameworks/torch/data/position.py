@@ -161,7 +161,10 @@ class TorchFeed:
         return {"epoch": at.epoch, "batch": at.batch, **self._source.words(at)}
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a position that :meth:`place` returned; ``local`` is the result of :meth:`local_state` there."""
+        """Go to the position ``place``, a result of :meth:`place`.
+
+        ``local`` is the result of :meth:`local_state` at the same position, or None.
+        """
         self._iterator = None
         self.position = Position(place["epoch"], self._source.find(place))
         if local is not None:

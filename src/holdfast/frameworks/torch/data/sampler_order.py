@@ -9,7 +9,7 @@ position of the job in the epoch, for any number of copies and any batch size. T
 present copies, as the sampler would deal a shorter epoch.
 
 Invariants:
-1. At a position that this number of copies and this batch size can reach, dealing again gives the same order as
+1. At a position that the present number of copies and batch size can reach, dealing again gives the same order as
    skipping batches.
 2. A ``DistributedSampler`` (or a sampler whose order it deals) draws the same numbers from the default generators on
    all ranks. Otherwise the ranks would take their parts from different orders.

@@ -380,8 +380,8 @@ def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) ->
 def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Yield bytes ``start`` to ``stop`` (in C order) of a local tensor, on its device, in one piece or several.
 
-    A piece is the memory of the tensor if that is in C order, otherwise a copy. Only the requested bytes are copied,
-    rounded to whole elements.
+    A piece is the tensor's own memory if the tensor is in C order, otherwise a copy. Only the requested bytes are
+    copied, rounded to whole elements.
     """
     size = tensor.element_size()
     first, last = start // size, -(-stop // size)

@@ -2,7 +2,7 @@
 
 Theory. A load restores the learning rate, the weight decay and the schedule: a schedule changes them, and without them
 the results would differ in bits. So a value that the user changes in the script between two starts would silently have
-no effect. The values in use cannot be compared with those of the script, because the schedule has changed them. So each
+no effect. The values in use cannot be compared with the script's values: the schedule has changed the former. So each
 checkpoint also holds the values that its script had set when the session was made. A load compares these with the
 values that this script sets, and reports every difference with both values. The checkpoint's value stays in use, unless
 ``session(override=[...])`` names it.
@@ -146,7 +146,10 @@ class Declared:
                     yield HyperparameterChange(owner, name, known[name], now)
 
     def _is_another_kind(self, each: HyperparameterChange, saved: Plain) -> bool:
-        """Return True if the two schedules have values of different names; another class alone is accepted."""
+        """Return True if the schedule in the checkpoint has values of other names than the script's schedule.
+
+        Another class with the same names is accepted.
+        """
         known = saved.get(each.owner) if isinstance(saved, dict) else None
         return isinstance(known, dict) and known.keys() != self._now[each.owner].keys()
 

@@ -52,7 +52,7 @@ class StateDevices:
         self._trained = self._streams()
 
     def order(self) -> None:
-        """Wait for the devices if the current streams of this thread are not those of the training.
+        """Wait for the devices if the current streams of this thread differ from the streams of the training.
 
         Call it before state is read or written.
         """

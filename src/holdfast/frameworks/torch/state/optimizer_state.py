@@ -174,7 +174,10 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Write the settings of parameter groups back into ``optimizer``; tensors (a capturable learning rate) in place."""
+    """Write ``groups``, settings of parameter groups, back into ``optimizer``.
+
+    Settings that are tensors (a capturable learning rate) are filled in place.
+    """
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
@@ -228,7 +231,10 @@ class Undo:
         self._states.clear()
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Return all copies of parameters and of tensors of :meth:`keep`, by ``id`` of the copied tensor."""
+        """Return the copies that :meth:`record` made of parameters and :meth:`keep` of tensors.
+
+        The key of a copy is the ``id`` of the original tensor.
+        """
         held = dict(self._weights)  # one copy: another thread may clear the dict meanwhile
         return {key: saved for key, (_, saved) in held.items()}
 

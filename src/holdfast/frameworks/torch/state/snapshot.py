@@ -1,8 +1,9 @@
 """Copies, made at the start of a step, of the state that a block may change; an abort puts them back.
 
-Copied are buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), settings of parameter groups,
-schedules, the scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``. Gradients
-are dropped, not restored, because a step starts without gradients. Random generators need no copy (``rng.py``).
+There are copies of buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), settings of parameter
+groups, schedules, the scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``.
+Gradients are dropped, not restored, because a step starts without gradients. Random generators need no copy, because
+they are seeded at each step (``rng.py``).
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Snapshot:
                 parameter.grad = None
 
     def copies(self) -> StepStartCopies:
-        """Return the state at the start of the step, for :meth:`TorchState.collect`."""
+        """Return the copies made at the start of the step, from which a frozen state is collected."""
         buffers = self._buffers.by_name()
         plain = {**self._plain, **self._modules}
         scaler = self._state.scaler

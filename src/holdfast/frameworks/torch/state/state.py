@@ -487,7 +487,7 @@ class TorchRestore:
         self._prepare_extras(values["state"])
 
     def then(self, what: Callable[[], None]) -> None:
-        """Add ``what`` to the functions that :meth:`finish` calls at its end."""
+        """Make :meth:`finish` call the function ``what`` at its end."""
         self._finish.append(what)
 
     def _same(self, kind: str, ours: Mapping[str, Any], saved: Mapping[str, Plain]) -> None:

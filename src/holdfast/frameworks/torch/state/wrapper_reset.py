@@ -90,7 +90,7 @@ class Scaling:
         self._settled = False  # True after an update that found no other scaler
 
     def heal(self) -> None:
-        """Heal the session's scaler after an aborted step."""
+        """Reset the session's scaler after an aborted step, see :func:`heal_scaler`."""
         if self._scaler is not None:
             heal_scaler(self._scaler)
 

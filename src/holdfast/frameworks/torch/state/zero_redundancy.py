@@ -1,8 +1,8 @@
 """The state of torch's ``ZeroRedundancyOptimizer``, in which each rank updates some parameters and sends them to all.
 
-Theory. Its ``step()`` communicates, so a death during the step leaves some parameters updated and others not. Such an
-update is therefore *tentative*: it is made before the vote, after a copy of the weights and of this rank's optimizer
-state. If it breaks off, it is undone, like an update inside ``step.update(name)``.
+Theory. Its ``step()`` communicates, so the loss of a rank during ``step()`` leaves some parameters updated and others
+not. The update is therefore *tentative*: it is made before the vote, after a copy of the weights and of this rank's
+optimizer state. If the update fails, it is undone, like an update inside ``step.update(name)``.
 The state of a parameter lies whole on the rank that updates the parameter. The parameters and the number of ranks
 determine that rank. So a process that begins without state knows which tensors of a checkpoint belong to it, even if
 another number of ranks wrote the checkpoint.

@@ -2,8 +2,8 @@
 
 Only values are searched. Classes, Python modules, the objects of torch's runtime and those of Holdfast are left out.
 Long containers count as data and are left out too. The nearest values come first, and the search ends after
-``VALUES_MAX`` of them, so it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would
-import its values, and a proxy would answer for another object. So exact types are compared instead of ``isinstance``,
+``VALUES_MAX`` values, so it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would
+load its values, and a proxy would answer for another object. So exact types are compared instead of ``isinstance``,
 and only methods of the built-in types are called.
 """
 
