@@ -308,8 +308,8 @@ class TorchAdapter:
         """Return the state now, or with ``frozen`` the state at the start of the current step.
 
         Args:
-            before: number of a step; -1: none. Values that the script may change before the block of that step are
-                returned as copied before that code, if :meth:`between` or :meth:`remember` has copied them.
+            before: number of a step; -1: none. The script's code before the block of that step may change some values.
+                If :meth:`between` or :meth:`remember` copied them before that code, the copies are returned.
         """
         with named_errors("the state cannot be read"):
             while True:
@@ -498,7 +498,7 @@ class TorchAdapter:
         self._leftover.ended(self._step, updated=self._computed)
 
     def set_aside(self, on: bool) -> None:
-        """Make the script's collectives complete on local data, or communicate again (``RunsWithoutPeers``)."""
+        """Make the script's collectives complete on local data if ``on``, otherwise let them communicate again."""
         self._fabric.set_aside(on)
 
     def release(self) -> None:

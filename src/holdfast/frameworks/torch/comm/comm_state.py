@@ -133,13 +133,13 @@ class Handle(Protocol):
 
 
 class Pending(Protocol):
-    """A collective in progress, as :class:`CommState` sees it."""
+    """The methods of a collective in progress that :class:`CommState` calls."""
 
     def settled(self) -> bool:
         """Return True if the collective can no longer write into memory of this process."""
 
     def release(self) -> None:
-        """Complete the future of this work, so that all waiters continue."""
+        """Complete the future of this collective, so that all code that waits for it continues."""
 
 
 class WaitTime:
@@ -228,7 +228,7 @@ class CommState:
             self._refresh()
 
     def set_aside(self, on: bool) -> None:
-        """Make the collectives of the calling thread complete on local data (``on``), or communicate again.
+        """Make the collectives of the calling thread complete on local data if ``on``, otherwise communicate again.
 
         The session calls it before it runs the script's code after a block that has not committed. Each rank runs that
         code a different number of times, so a collective in the code has no peers. Other threads still communicate;
@@ -309,7 +309,8 @@ class CommState:
     def check(self, what: str) -> bool:
         """Return True if a collective must complete on local data.
 
-        Call this only while :attr:`calm` is False: the process is poisoned, or seal, loopback or aside mode is on.
+        Call this only while :attr:`calm` is False: the process is poisoned, or :meth:`seal_updates`, :meth:`loopback`
+        or :meth:`set_aside` is in effect.
 
         Args:
             what: the collective, for the error.
@@ -477,8 +478,8 @@ class CommState:
     def reconfigure(self, generation: Generation) -> None:
         """Give every group new connections under ``generation``, and clear poison and loopback.
 
-        All ranks of the generation call it. If the groups of this generation exist and the process is not poisoned, it
-        only ends loopback.
+        All ranks of the generation call this method. If the groups of this generation exist and the process is not
+        poisoned, the method only ends loopback.
 
         Raises: GroupError if the process has no control plane, a group cannot be rebuilt, ``generation`` is too old,
         or another fault arrives before the end (the process stays poisoned; call it again with the next generation).

@@ -270,7 +270,7 @@ def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
 def _prepared_source(loader: Any, seed: int) -> Source:
     """Return the source for a DataLoader from ``accelerator.prepare``.
 
-    The sampler of such a loader draws the order of the whole job on every rank. So all ranks seed it equally.
+    The sampler of such a loader draws the order of the whole job on every rank. So all ranks seed the sampler equally.
     """
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader, DataLoader):
         raise UsageError(

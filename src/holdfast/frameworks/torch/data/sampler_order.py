@@ -50,7 +50,7 @@ def chain(sampler: Any) -> Iterator[Any]:
 
 
 def _dealt_by(sampler: Any) -> Any:
-    """Return the sampler whose order a ``DistributedSampler`` deals; None: it deals a dataset.
+    """Return the sampler whose order a ``DistributedSampler`` deals; None if ``sampler`` deals no sampler's order.
 
     Fabric and Lightning wrap a sampler as a dataset, and pass this dataset to the ``DistributedSampler``.
     """
@@ -74,7 +74,7 @@ class OrderDeal:
 
     @staticmethod
     def of(inner: Any, batched: bool) -> OrderDeal | None:
-        """Return the rule of a sampler, or (``batched``) of a batch sampler; None for a sampler of another type."""
+        """Return the rule of the sampler ``inner``, or of a batch sampler if ``batched``; None for other types."""
         batch, drop_last = 1, False
         if batched:
             if type(inner) is not BatchSampler:
@@ -97,7 +97,7 @@ class OrderDeal:
         return each // self.batch if self.drop_last else -(-each // self.batch)
 
     def rest(self, seen: int, seed: Callable[[], None]) -> list[Any]:
-        """Return this rank's entries of the epoch after the job has drawn ``seen`` samples.
+        """Return the entries (sample indices) of this rank for the rest of an epoch, after ``seen`` drawn samples.
 
         Args:
             seed: seeds the generators from which the sampler draws.

@@ -120,7 +120,7 @@ def _step(parts: _Parts, source: Path) -> int:
     """Return the number of updates done, as saved in the source; 0 for weights alone.
 
     Raises:
-        UsageError: the source holds more than weights and no step, or its step is not a number of updates.
+        UsageError: the source has no step although it holds more than weights, or its step is no number of updates.
     """
     if parts.strange_step:
         raise UsageError(
@@ -212,7 +212,7 @@ class _Parts:
     def _fitting(
         self, keys: Sequence[str], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return a dict of ``keys`` to ``fqns``, paired in order; None if their counts or shapes do not match."""
+        """Return a dict that maps ``keys`` to ``fqns`` in their order; None if counts or shapes do not match."""
         if len(keys) != len(fqns) or any(
             not shapes.get(key, set()) <= {tuple(self.model[fqn].shape)}
             for key, fqn in zip(keys, fqns, strict=True)

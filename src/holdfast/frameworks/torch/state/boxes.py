@@ -192,7 +192,7 @@ def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of this rank, without autograd; it shares storage with ``tensor``."""
+    """Return the local tensor of this rank, detached from autograd; it shares storage with ``tensor``."""
     return private_api.local_tensor(tensor).detach()
 
 
@@ -281,9 +281,12 @@ def _runs(form: _ShardForm, dim: int) -> list[_Run]:
 
 
 def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
-    """Return the cell of a regular sharding whose box is the only one of ``boxes``; None without such a cell.
+    """Return this rank's cell of ``tensor``, a regularly sharded ``DTensor``.
 
-    There is no such cell if this rank holds several boxes, or if the sharding is irregular.
+    The result is None for any other tensor, and if this rank does not hold exactly one box.
+
+    Args:
+        boxes: the boxes of the tensor that this rank holds.
     """
     if not isinstance(tensor, DTensor) or len(boxes) != 1:
         return None
@@ -344,7 +347,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def overwrite(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-    """Overwrite local tensors with ``packed``: new bytes as from ``flat_bytes``, end to end, on the same device."""
+    """Overwrite local tensors with the bytes ``packed``: those of each tensor in C order, end to end, on its device."""
     for tensor, piece in zip(tensors, torch.split(packed, [t.nbytes for t in tensors]), strict=True):
         # A copy, because a piece may begin at an address that is not aligned for this dtype.
         tensor.copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))

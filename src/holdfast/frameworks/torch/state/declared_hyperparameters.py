@@ -2,9 +2,9 @@
 
 Theory. A load restores the learning rate, the weight decay and the schedule: a schedule changes them, and without them
 the results would differ in bits. So a value that the user changes in the script between two starts would silently have
-no effect. The values in use cannot be compared with the script's values: the schedule has changed the former. So each
-checkpoint also holds the values that its script had set when the session was made. A load compares these with the
-values that this script sets, and reports every difference with both values. The checkpoint's value stays in use, unless
+no effect. The saved learning rate cannot be compared with the script's, because the schedule has changed it. So each
+checkpoint also holds the values that its script had set when the session was made. A load compares them with the values
+that this script sets, and reports every difference with both values. The checkpoint's value stays in use, unless
 ``session(override=[...])`` names it.
 
 Invariants:
@@ -73,7 +73,7 @@ class Declared:
         self._values = self._now
 
     def values(self) -> dict[str, Plain]:
-        """Return the script's values for a checkpoint, by ``optimizer.NAME`` or ``scheduler.NAME``."""
+        """Return the script's values, to be saved in a checkpoint, by ``optimizer.NAME`` or ``scheduler.NAME``."""
         return {owner: dict(values) for owner, values in self._values.items()}
 
     def choose(self, override: Collection[str]) -> None:

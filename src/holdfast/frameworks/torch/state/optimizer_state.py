@@ -250,7 +250,7 @@ def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def clone(value: Any) -> Any:
-    """Return a copy of a tree of values that shares no memory with ``value``, without autograd."""
+    """Return a copy of a tree of values. Its tensors share no memory with ``value``, and are detached from autograd."""
     if isinstance(value, torch.Tensor):
         return placed(value.detach().clone(), value)
     if isinstance(value, dict):
@@ -438,7 +438,7 @@ class OptimizerState:
     def _refuse_other_groups(self, saved: Plain) -> None:
         """Raise CheckpointMismatch if the script builds another number of parameter groups than the saved run had.
 
-        Two numbers are accepted: that at the start of the saved run, and that in the checkpoint.
+        Two numbers are accepted: the number at the start of the saved run, and the number at the time of the save.
         """
         there, added = len(saved["groups"]), len(saved.get("added", ()))
         if self._built not in (there, there - added):

@@ -426,10 +426,10 @@ class TorchState:
 
         Args:
             catalogue: the tensors of the checkpoint.
-            values: its plain values.
+            values: the plain values of the checkpoint.
             place: rank of this process, and the number of ranks.
             cast: convert floating numbers that are stored in another dtype.
-            partial: a module whose extra state is not in the checkpoint keeps its present one.
+            partial: a module whose extra state is not in the checkpoint keeps its present extra state.
 
         Raises:
             CheckpointMismatch: the checkpoint was written by a training script of another structure.

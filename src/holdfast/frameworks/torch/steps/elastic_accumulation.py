@@ -28,7 +28,7 @@ from holdfast.errors import UnsupportedError
 
 
 class ElasticAccumulation:
-    """The sum of one step's gradients over its parts.
+    """The sum of the gradients of one step over the parts of the step.
 
     Args:
         parameters: the parameters of the model, by name.
