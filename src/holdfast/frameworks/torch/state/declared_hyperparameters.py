@@ -228,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 def _each(value: Plain, count: int) -> list[Any]:
-    """Return one value per parameter group, from a value of :func:`_of_groups`."""
+    """Return one value per parameter group; ``value`` is a list by group (``groups``), or one value for all groups."""
     if isinstance(value, dict) and isinstance(groups := value.get("groups"), list) and len(groups) == count:
         return groups
     return [value] * count

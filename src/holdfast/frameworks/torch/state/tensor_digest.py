@@ -132,7 +132,7 @@ def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _joined(held: list[torch.Tensor]) -> torch.Tensor:
-    """Return the tensors of ``held`` joined to one. Empty ``held``, so that its memory is free for the next chunk."""
+    """Return the tensors of ``held`` joined into one. Empty ``held``, so that its memory is free for the next chunk."""
     joined = held[0] if len(held) == 1 else torch.cat(held)
     held.clear()
     return joined
