@@ -289,7 +289,7 @@ class TorchAdapter:
             self._hooks.updated(name)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer outside of the session that would change the model's weights before a vote."""
+        """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""
         if self._updating:  # an optimizer of the session, which has voted, calls this one
             return
         ours = self._foreign.get(id(optimizer))
@@ -308,8 +308,8 @@ class TorchAdapter:
         """Return the state now, or with ``frozen`` the state at the start of the current step.
 
         Args:
-            before: a step. Values that the script may change before its block are returned as they were when the script
-                was given this step.
+            before: number of a step; -1: none. The script's code before the block of that step may change some values.
+                If :meth:`between` or :meth:`remember` copied them before that code, the copies are returned.
         """
         with named_errors("the state cannot be read"):
             while True:
@@ -330,7 +330,7 @@ class TorchAdapter:
         )
 
     def digest(self, collected: TorchCollected, parts: Sequence[Extent]) -> int:
-        """Return the 64-bit digest of parts of the state (``frameworks.common.optional_abilities.ComparesCopies``)."""
+        """Return the 64-bit digest of ``parts``, byte ranges of the collected state (``ComparesCopies``)."""
         with named_errors("the copies of the state cannot be compared"):
             return digest_of(collected, parts)
 
@@ -357,7 +357,7 @@ class TorchAdapter:
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TorchRestore:
         """Return an object that loads a checkpoint into this state.
 
-        The caller fills the buffers of that object, then calls its ``finish``. Raises: CheckpointMismatch.
+        The caller fills the buffers of that object, then calls ``finish`` of the object. Raises: CheckpointMismatch.
         """
         return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
@@ -387,7 +387,10 @@ class TorchAdapter:
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed the generators and copy the state that ``step`` may change. Raises: UnsupportedError."""
+        """Seed the random generators and copy the state that the block of ``step`` may change.
+
+        Raises: UnsupportedError: a DDP communication hook keeps state.
+        """
         self._refuse_hooks()  # the script may register a hook after the session was made
         self._backward_seen, self._computed = set(), False
         self.updates.begin()
@@ -401,9 +404,11 @@ class TorchAdapter:
         self._reseed(step, self._parts.part, between=False)
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed the generators for the code before the block of ``step``, and copy the state that this code may change.
+        """Seed the random generators for the script's code before the block of ``step``.
 
-        With ``again``, that code has run before, and only a sample of the weights is recorded.
+        Unless ``again``, copy the state that this code may change. With ``again``, the code runs a second time, and the
+        copies from before its first run stay. A sample of the weights is recorded in both cases: it later shows if the
+        script has exchanged the weights.
         """
         self._reseed(step, part, between=True)
         if again:
@@ -413,9 +418,10 @@ class TorchAdapter:
             self._remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy buffers, learning rates, schedules and user state, which the script may change before ``step``.
+        """Copy the state that the script's code before the block of ``step`` may change.
 
-        With ``whole``, large objects of the user are copied too.
+        That is: buffers, learning rates, schedules and the user's own state. With ``whole``, large objects of the user
+        are copied as well, for example averages of the weights.
         """
         self._remember(step, whole=whole)
         self._rehearsed, self._rehearsals = self.world_size == 1, 0  # the next loop may train other modules
@@ -426,7 +432,10 @@ class TorchAdapter:
         self._sample.note()
 
     def holds_weights(self) -> bool:
-        """Return True if the script has put no other weights into the model (``KnowsWeights``)."""
+        """Return True if the model still holds the weights that were recorded last (``KnowsWeights``).
+
+        False: the script has put other weights into the model, for example averages for an evaluation.
+        """
         return self._sample.is_there()
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
@@ -440,7 +449,7 @@ class TorchAdapter:
         self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
-        """Make the next block part ``part`` (from 0) of the ``parts`` parts of its step (``TakesParts``)."""
+        """Declare that the step runs as ``parts`` blocks, and that the next block is number ``part``, from 0 on."""
         if parts > 1:
             self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
@@ -450,7 +459,7 @@ class TorchAdapter:
         self._fabric.shield(True)
 
     def record(self, name: str) -> None:
-        """Copy the state that optimizer ``name`` is about to change in a tentative update."""
+        """Copy the state that a tentative update of optimizer ``name`` is about to change, so that it can be undone."""
         self.updates.refuse("an update is made inside of step.update()")
         self._snapshot.undo.record(self.state.optimizers[name].optimizer)
 
@@ -469,7 +478,7 @@ class TorchAdapter:
         return vector if self.world_size == 1 else self._fabric.reduce_vote(vector)
 
     def begin_equal(self) -> None:
-        """Give the modules of the user's state the values of the first rank in a new job. Raises: PeerLost."""
+        """Copy the modules among the user's state from the first rank to all ranks, in a new job. Raises: PeerLost."""
         if self.world_size > 1:
             begin_equal(self.state.extras, self._ddp, self.vote)
 
@@ -489,7 +498,7 @@ class TorchAdapter:
         self._leftover.ended(self._step, updated=self._computed)
 
     def set_aside(self, on: bool) -> None:
-        """Make the script's collectives complete on local data, or communicate again (``RunsWithoutPeers``)."""
+        """Make the script's collectives complete on local data if ``on``, otherwise let them communicate again."""
         self._fabric.set_aside(on)
 
     def release(self) -> None:
@@ -502,7 +511,7 @@ class TorchAdapter:
         self._fabric.shield(False)
 
     def abort(self) -> None:
-        """Reset wrappers and scaler, restore the state that the step changed, and drop gradients."""
+        """Reset wrappers (DDP, FSDP2) and scaler, restore the state that the block changed, and drop gradients."""
         self.release()
         self._fabric.quiesce()
         self._devices.wait()  # an update on another stream must not overtake the restore below
@@ -540,10 +549,10 @@ class TorchAdapter:
     def rehearse(self) -> bool:
         """Return True if the next step must first run without effect (a rehearsal), so that DDP gets its final buckets.
 
-        DDP rebuilds its buckets after its first backward passes, and the buckets decide the order of sums. In a
-        rehearsal collectives complete on local data (*loopback*). A newcomer always rehearses. So all ranks rehearse at
-        the start of each loop over steps in which a DDP module has no final buckets. Otherwise the newcomer's buckets
-        would differ from those of its peers.
+        DDP rebuilds its buckets after its first backward passes, and the buckets decide in which order gradients are
+        summed. In a rehearsal collectives complete on local data (*loopback*). A newcomer always rehearses. So all
+        ranks rehearse at the start of each loop over steps in which a DDP module has no final buckets. Otherwise the
+        newcomer's buckets would differ from those of its peers.
         """
         if self._rehearsed:
             return False
@@ -557,7 +566,8 @@ class TorchAdapter:
     def _build_rehearsed(self) -> None:
         """Build the buckets of the DDP modules that the rehearsal has used.
 
-        If a rehearsal brought no new buckets, no further rehearsal is made.
+        If the rehearsal had gradients and still no bucket could be built, no further rehearsal is made in this loop.
+        An exception is ``static_graph``, which needs several passes.
         """
         before = self._unready()
         self._rebuild_buckets()
@@ -568,8 +578,8 @@ class TorchAdapter:
     def end_rehearsal(self) -> None:
         """Leave loopback and communicate with the peers again, over the same connections.
 
-        The peers rebuild their buckets at their next backward passes. So DDP forgets the rehearsal's passes and
-        rebuilds its buckets together with the peers.
+        The peers rebuild DDP's buckets after their next backward passes, by a collective. So DDP in this process
+        forgets the passes of the rehearsal, and rebuilds its buckets together with the peers.
         """
         self._fabric.reconfigure(self._fabric.generation)
         if self._proving != "sampled":
@@ -603,7 +613,7 @@ class TorchAdapter:
 
     @property
     def others(self) -> OtherRanksBlocks | None:
-        """The object that runs blocks of other ranks here; None if ranks hold only parts of a copy of the model."""
+        """The object that runs other ranks' blocks in this process; None if this rank holds only a part of a copy."""
         return None if self.partial else OtherRanksBlocks(self._fabric, self.state, self._seed, self.copy)
 
     def found(self) -> Mapping[str, int]:
@@ -623,7 +633,10 @@ class TorchAdapter:
         return UndeclaredTensors(self.state, self._model)
 
     def _end_proof(self) -> None:
-        """Reset DDP's count of passes after a first run without effect: that run must not decide the buckets."""
+        """Reset DDP's count of backward passes after a run without effect, if DDP had counted no trained step before.
+
+        Such a run must not decide the layout of the buckets.
+        """
         if self._proving == "first":
             self._forget_pass()
 
@@ -667,8 +680,9 @@ def _place(own_groups: bool) -> tuple[int, int]:
         own_groups: True if that group must be one of Holdfast's.
 
     Raises:
-        UsageError: the launcher's variables name several processes and there is no process group; or they contradict
-        it. UnsupportedError: the process groups were made before Holdfast's were installed.
+        UsageError: the launcher's variables name several processes, but there is no process group; or the variables
+            contradict the process group.
+        UnsupportedError: the process groups were made before Holdfast's were installed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         seat = seat_here()

@@ -34,7 +34,10 @@ class PlainTorchAdapter(TorchAdapter):
         self._voters = dist.new_group(backend="gloo") if self.world_size > 1 else None
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return True if ``error`` means that a peer is lost. The fault is reported to the other ranks first."""
+        """Return True if ``error`` means that a peer is lost.
+
+        In this case, poison this process and call the callbacks that report a fault, before the return.
+        """
         if self.world_size == 1 or not _lost_peer(error):
             return False
         self._fabric.broke("a collective", error, self._fabric.epoch)

@@ -168,12 +168,12 @@ _OLD_NAMES = {
 
 
 def collective(group: dist.ProcessGroup, name: str) -> Callable[..., Work]:
-    """Return the method ``name`` of an inner group; in an older torch, the method with the old name."""
+    """Return the method ``name`` of an inner group; before torch 2.13, the same method under its older name."""
     return cast(Callable[..., Work], getattr(group, name, None) or getattr(group, _OLD_NAMES[name]))
 
 
 def give_old_names(outer: type[dist.ProcessGroup]) -> None:
-    """Add the old method names to ``outer``, because code inside torch calls both."""
+    """Add the method names from before torch 2.13 to ``outer``, because torch's own code calls old and new names."""
     for name, old in _OLD_NAMES.items():
         setattr(outer, old, getattr(outer, name))
 
@@ -305,7 +305,7 @@ def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[
 def _recorder_size() -> int:
     """Return the size of torch's flight recorder in entries; 0: it is off.
 
-    As in torch, two environment variables are read, and the first that is set counts.
+    As in torch, ``TORCH_FR_BUFFER_SIZE`` is read, or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` if the first is not set.
     """
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     return int(next((value for name in names if (value := os.environ.get(name))), "2000"))
@@ -384,7 +384,7 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Set the final layout of DDP's buckets now. All ranks must call it, because it communicates."""
+    """Set the final layout of DDP's buckets now. Outside of loopback this communicates, so all ranks must call it."""
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True
 
@@ -610,5 +610,5 @@ def stop_workers(iterator: Any) -> None:
 
 
 def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function by which a loader's iterator asks for the rank by ``wrap(function)``."""
+    """Replace the function that a loader's iterator calls to get the rank. The new function is ``wrap(function)``."""
     dataloader._get_distributed_settings = wrap(dataloader._get_distributed_settings)

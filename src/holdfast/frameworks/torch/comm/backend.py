@@ -76,7 +76,7 @@ def install() -> None:
 
     Raises:
         ScriptError: this version of torch cannot work with Holdfast.
-        UsageError: rank 0 has started this process, see :func:`refuse_started_by_script`.
+        UsageError: the script of rank 0 has started this process, as Fabric does without a launcher.
     """
     refuse_started_by_script()
     if not installed() and not _untouched:
@@ -246,7 +246,7 @@ def _alone_scatter(
 
 
 def _alone_nothing(*args: Any, **kwargs: Any) -> None:
-    """Leave the object lists unchanged: in loopback they already hold this rank's objects."""
+    """Do nothing, in place of a call that fills a list of objects: in loopback the list keeps this rank's objects."""
 
 
 _OBJECT_CALLS: dict[str, Callable[..., None]] = {

@@ -1,23 +1,23 @@
 """The state that all process groups of one process share: poison, shield, seal, loopback, generation.
 
 Theory. A fault concerns the whole process: a rank with one broken group would send wrong data through its healthy
-groups. The first error therefore *poisons* all groups of the process. What a collective does then depends on the place
-of its call:
+groups. The first error therefore *poisons* all groups of the process. The effect of a collective then depends on the
+time of its call:
 
 - Inside a step, before its vote (*shield*): the collective completes at once on local data. So DDP's reducer and
-  FSDP2's hooks end in order, and the vote rejects the step.
-- Anywhere else: the collective raises :class:`~holdfast.errors.PeerLost`.
+  FSDP2's hooks end without an error, and the vote rejects the step.
+- At any other time: the collective raises :class:`~holdfast.errors.PeerLost`.
 
 Two modes are independent of faults. Between the vote and the end of the block (*seal*), collectives of user code are
 refused. In *loopback* there are no peers: collectives complete on local data, for example in a rehearsal.
 
 Invariants:
 1. ``poisoned`` is set by the first error, cleared only by :meth:`CommState.reconfigure`, and read lock-free.
-2. Two inner groups never share a key space. The generation names the key space, and each rank builds the groups of a
-   generation at most once.
+2. Two inner groups never share a key space of the store in which they connect. Generation and group name the key space,
+   and each rank builds a group at most once in a generation.
 3. No caller waits for the end of a poisoned inner group. A separate thread destroys the group, because the destructor
    joins gloo's threads, and one of them may be in a long wait.
-4. Before the first group is made, nothing here belongs to one process: a zygote may fork after ``install()``.
+4. Before the first group is made, this state has no thread and no socket, so a zygote may fork after ``install()``.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Inner(Protocol):
         """Make every collective in progress end with an error; idempotent, from any thread, returns at once.
 
         Args:
-            abort: an abort of the backends of :meth:`unsevered` together with those of other groups; None makes a new
-                one.
+            abort: the common abort of the NCCL backends of several groups, this group's included; None: make an abort
+                for this group alone.
         """
 
     def severed(self) -> bool:
@@ -80,10 +80,10 @@ class Inner(Protocol):
         """Return an error that NCCL found outside of the collectives, or an empty text."""
 
     def close(self) -> None:
-        """End a healthy group in order; gloo's threads end when the caller drops its last reference."""
+        """Shut down a healthy group; gloo's threads end when the caller drops its last reference."""
 
     def bury(self) -> None:
-        """Begin to destroy a severed group in the background; returns at once."""
+        """Begin to destroy the group in the background, after :meth:`sever`; returns at once."""
 
     def buried(self, timeout_s: float = 0.0) -> bool:
         """Return True if the destruction that :meth:`bury` began has ended, after a wait of at most ``timeout_s``."""
@@ -96,7 +96,7 @@ class Handle(Protocol):
     def order(self) -> tuple[tuple[int, ...], int]:
         """The sort key by which all ranks rebuild their groups in the same order: (global ranks, ordinal).
 
-        The global ranks are empty for the default group.
+        The global ranks are empty for the default group. The ordinal counts the groups of the same ranks.
         """
 
     @property
@@ -133,19 +133,19 @@ class Handle(Protocol):
 
 
 class Pending(Protocol):
-    """A collective in progress, as :class:`CommState` sees it."""
+    """The methods of a collective in progress that :class:`CommState` calls."""
 
     def settled(self) -> bool:
         """Return True if the collective can no longer write into memory of this process."""
 
     def release(self) -> None:
-        """Complete the future of this work, so that all waiters continue."""
+        """Complete the future of this collective, so that all code that waits for it continues."""
 
 
 class WaitTime:
-    """The time that this process has spent in its last collectives: from the first begin to the last end.
+    """The last span in which this process waited for collectives.
 
-    This span may include other work of the process.
+    It begins when the last of these collectives begins, and ends when none is in progress. It may include other work.
     """
 
     def __init__(self) -> None:
@@ -157,11 +157,11 @@ class WaitTime:
         self._begun_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """Record that the last collective in progress has ended now."""
+        """Record that no collective is in progress any more."""
         self._ended_ns = time.monotonic_ns()
 
     def take(self) -> tuple[int, int] | None:
-        """Return begin and end of the span (monotonic ns); None if no collective has ended since the last call."""
+        """Return begin and end of the span (monotonic ns), once; None if there is no span since the last call."""
         if self._ended_ns <= self._begun_ns:
             return None
         since_ns, self._begun_ns = self._begun_ns, self._ended_ns
@@ -228,11 +228,11 @@ class CommState:
             self._refresh()
 
     def set_aside(self, on: bool) -> None:
-        """Make the collectives of the calling thread complete on local data (``on``), or communicate again.
+        """Make the collectives of the calling thread complete on local data if ``on``, otherwise communicate again.
 
-        It is used for the script's code after a block that has not committed: each rank runs that code a different
-        number of times, so a collective in it has no peers. Other threads still communicate; they may be in the middle
-        of a save.
+        The session calls it before it runs the script's code after a block that has not committed. Each rank runs that
+        code a different number of times, so a collective in the code has no peers. Other threads still communicate;
+        they may be in the middle of a save.
         """
         with self._lock:
             self.aside_thread = threading.get_ident() if on else 0
@@ -250,13 +250,13 @@ class CommState:
     ) -> None:
         """Call ``callback(count, what)`` at the start of every collective; None removes the callback.
 
-        The status page shows these values. ``on_wait(since_ns, until_ns)`` is called later, with the span that this
-        process has spent in its last collectives.
+        ``count`` is the number of the collective in this process, ``what`` its name; the status page shows both.
+        ``on_wait(since_ns, until_ns)`` is called after collectives have ended, with the span of :class:`WaitTime`.
         """
         self._on_collective, self._on_wait = callback, on_wait
 
     def note_wait(self) -> None:
-        """Report the span of the last collectives to the ``on_wait`` callback, unless a collective is in progress."""
+        """Call ``on_wait`` once with the span of the last collectives, unless a collective is in progress."""
         if self._on_wait is not None and not self._pending and (span := self._waited.take()) is not None:
             self._on_wait(*span)
 
@@ -283,7 +283,7 @@ class CommState:
             work.release()
 
     def sever(self, inners: Sequence[Inner]) -> None:
-        """Make every collective in progress in these groups end, with one common abort for all NCCL backends."""
+        """Make every collective in progress in ``inners`` end, with one common abort for all NCCL backends."""
         with self._lock:
             abort = Abort([backend for inner in inners for backend in inner.unsevered()])
             for inner in inners:
@@ -295,7 +295,8 @@ class CommState:
 
         Args:
             what: name of the collective.
-            epoch: value of ``self.epoch`` when the collective began. A fault of an older epoch is ignored.
+            epoch: value of ``self.epoch``, the count of reconfigurations, when the collective began. A fault of a
+                collective from before the last reconfiguration is ignored.
         """
         with self._lock:
             if self.poisoned or epoch != self.epoch:
@@ -306,7 +307,10 @@ class CommState:
             callback(reason)
 
     def check(self, what: str) -> bool:
-        """Return True if a collective must complete on local data. Call this only while :attr:`calm` is False.
+        """Return True if a collective must complete on local data.
+
+        Call this only while :attr:`calm` is False: the process is poisoned, or :meth:`seal_updates`, :meth:`loopback`
+        or :meth:`set_aside` is in effect.
 
         Args:
             what: the collective, for the error.
@@ -349,7 +353,10 @@ class CommState:
     # ------------------------------------------------------------------ works
 
     def begin(self, what: str) -> bool:
-        """Count a collective. Return True if it must complete on local data. Raises: as :meth:`check`."""
+        """Count a collective. Return True if it must complete on local data.
+
+        Raises: StepError, PeerLost or GroupAborted if the collective is not allowed now, see :meth:`check`.
+        """
         self.collectives += 1
         if self._on_collective is not None:
             self.note_wait()
@@ -360,12 +367,12 @@ class CommState:
         return False if self.calm else self.check(what)
 
     def ended(self, count: int, broken: bool = False) -> None:
-        """Record in the flight recorder that collective ``count`` has ended."""
+        """Record in the flight recorder that the collective with number ``count`` has ended."""
         if self.flight is not None:
             self.flight.end(count, broken)
 
     def track(self, work: Pending) -> None:
-        """Remember a collective until it has ended: its memory must not be reused before that."""
+        """Record a collective in progress: the memory of its tensors must not be reused before its end."""
         if len(self._pending) >= _PENDING_PRUNE:
             with self._lock:
                 self._pending = {k: w for k, w in self._pending.items() if not w.settled()}
@@ -374,7 +381,7 @@ class CommState:
             work.release()
 
     def forget(self, work: Pending) -> None:
-        """Forget a collective that has ended."""
+        """Remove a collective from the collectives in progress, because it has ended."""
         self._pending.pop(id(work), None)
         if not self._pending:
             self._waited.end()
@@ -382,9 +389,9 @@ class CommState:
     def quiesce(self) -> bool:
         """Wait until no collective of the poisoned generation can still write into memory of this process.
 
-        Call it after a poison and before buffers are restored. A gloo collective that has not ended after ``QUIESCE_S``
-        waits on sockets that are shut down: it ends later with an error and writes nothing. An abort of NCCL may take
-        ``ABORTS_S``.
+        Call it after a poison and before buffers are restored. Wait at most ``QUIESCE_S`` (0.5 s) for gloo: a
+        collective that has not ended by then waits on sockets that are shut down, so it writes nothing. Wait at most
+        ``ABORTS_S`` (20 s) for aborts of NCCL.
 
         Returns: False if an NCCL abort did not return. This process must then be replaced.
         """
@@ -461,17 +468,20 @@ class CommState:
         self._graveyard = [each for each in (*self._graveyard, inner) if not each.buried()]
 
     def stopped(self) -> Callable[[], str]:
-        """Return a function that returns the reason of a poisoning after this call; empty while there was none."""
+        """Return a function that reports whether this process was poisoned after the call of this method.
+
+        The function returns the reason of the newest poisoning, or an empty text if there was none.
+        """
         seen = self._poisonings
         return lambda: self._news if self._poisonings != seen else ""
 
     def reconfigure(self, generation: Generation) -> None:
         """Give every group new connections under ``generation``, and clear poison and loopback.
 
-        All ranks of the generation call it. If the groups of this generation exist and the process is not poisoned, it
-        only ends loopback.
+        All ranks of the generation call this method. If the groups of this generation exist and the process is not
+        poisoned, the method only ends loopback.
 
-        Raises: GroupError if the process has no control plane, a group cannot be rebuilt, the generation does not grow,
+        Raises: GroupError if the process has no control plane, a group cannot be rebuilt, ``generation`` is too old,
         or another fault arrives before the end (the process stays poisoned; call it again with the next generation).
         """
         with self._lock:
@@ -558,7 +568,8 @@ class CommState:
 
         Returns: the data of ``source``; this rank's ``data`` if the communication is broken.
 
-        Raises: as :meth:`check`; InternalError without a board.
+        Raises: StepError, PeerLost, GroupAborted: the broadcast is not allowed now, see :meth:`check`. InternalError:
+        there is no board.
         """
         board = self.board()
         if board is None:
@@ -615,7 +626,7 @@ class CommState:
 
 
 def _ended(work: dist.Work) -> bool:
-    """Wait one ``SLICE`` for a collective; return True if it ended without error. Raises: the collective's error."""
+    """Wait at most 50 ms (``SLICE``) for a collective; return True if it has ended. Raises: the collective's error."""
     try:
         work.wait(SLICE)
     except RuntimeError:

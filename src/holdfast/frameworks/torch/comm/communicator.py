@@ -109,7 +109,7 @@ class FreshGroups:
             self._fabric.sever([self.built])
 
     def close(self) -> None:
-        """End a healthy group in order."""
+        """Shut down the present group, which is healthy."""
         built, self.built = self.built, None
         if built is not None:
             built.close()

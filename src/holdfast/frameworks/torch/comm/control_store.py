@@ -1,9 +1,9 @@
 """The control plane's key-value store as a ``dist.Store``, through which the ranks of a process group find each other.
 
 A TCPStore lives on one rank, dies with that rank, and its clients never reconnect. If this process has a control client
-(a connection to its agent), ``env://`` and every inner group use the key-value store of the agents instead. Each
-generation has its own key space. No rank is special. Without a control client, torch's own rendezvous is used, and
-groups cannot be rebuilt in place.
+(a connection to its agent), ``env://`` and every inner group use the key-value store of the agents instead. That store
+survives the loss of any rank. Each generation has its own key space. Without a control client, torch's own rendezvous
+is used, and groups cannot be rebuilt in place.
 """
 
 from __future__ import annotations

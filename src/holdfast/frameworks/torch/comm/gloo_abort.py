@@ -152,7 +152,7 @@ def _duplicate(fd: int) -> socket.socket | None:
 
 
 def _sort(found: list[socket.socket | None]) -> tuple[list[socket.socket], list[socket.socket]]:
-    """Return the listening and the connected TCP sockets; close all others."""
+    """Return the listening and the connected TCP sockets among ``found``; close its other sockets."""
     listeners: list[socket.socket] = []
     connected: list[socket.socket] = []
     for sock in found:

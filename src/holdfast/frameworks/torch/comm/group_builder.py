@@ -31,8 +31,9 @@ class GroupSpec:
     """The parameters from which a group can be built again.
 
     Attributes:
-        name: key space inside a generation, equal on all members: global ranks and ordinal.
-        order: sort key by which all ranks rebuild their groups: (global ranks, empty for the default group; ordinal).
+        name: key space inside a generation, equal on all members: global ranks and ordinal (see ``order``).
+        order: sort key by which all ranks rebuild their groups: (global ranks, ordinal). The global ranks are empty
+            for the default group. The ordinal counts the groups of the same ranks.
         rank, world_size: rank of this process in the group, and size of the group.
         backends: pairs (device type, ``gloo`` or ``nccl``).
         timeout: timeout of collectives.
@@ -88,8 +89,8 @@ class BuiltGroup:
         wait for a long time.
 
         Args:
-            abort: an abort of the backends of :meth:`unsevered` together with those of other groups; None aborts only
-                this group's.
+            abort: the common abort of the NCCL backends of several groups, this group's included; None: make and start
+                an abort for this group alone.
         """
         with self._lock:
             if self._abort is None:
@@ -111,14 +112,17 @@ class BuiltGroup:
         return any(private_api.is_connected(backend) for backend in self._abortable)
 
     def close(self) -> None:
-        """End the group in order. The threads of gloo are joined when the caller drops this object."""
+        """Shut down a healthy group and close duplicated sockets.
+
+        The threads of gloo are joined when the caller drops this object.
+        """
         if self._abort is None:
             self._group.shutdown()
         for endpoints in self._endpoints:
             endpoints.close()
 
     def bury(self) -> None:
-        """Release the resources of a severed group: duplicated sockets at once, the C++ group in a thread."""
+        """Release the group's resources after :meth:`sever`: duplicated sockets at once, the C++ group in a thread."""
         self.close()
         self._burial = threading.Thread(target=self._destroy, name="holdfast-burial", daemon=True)
         self._burial.start()

@@ -1,7 +1,7 @@
 """Local results of collectives that have no peers: every output is filled from local data, none stays uninitialised.
 
 They are used in loopback, and for collectives of an aborted step, whose results are thrown away. Shapes, sizes and
-memory must be valid so that the step ends in order. In-place collectives leave their tensor unchanged.
+memory must be valid, so that the step ends without an error. In-place collectives leave their tensor unchanged.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ its inner group. The methods are those of torch 2.13, old names included. Python
 reach those that torch forwards to Python subclasses.
 
 Invariants:
-1. Every collective goes through :meth:`ReconfigurableGroup._run`. There each collective is counted, checked against the
-   modes of the process (``comm_state.py``), and guarded. An exception that shows a wrong call is passed on unchanged.
-2. ``inner`` was built in the current generation of the process, or is None (before a loopback ends).
+1. Every collective goes through :meth:`ReconfigurableGroup._run`. That method counts the collective, checks the modes
+   of the process (``comm_state.py``), and returns a work whose waits end when the process is poisoned. An exception
+   that shows a wrong call is passed on unchanged.
+2. ``inner`` was built in the current generation of the process. It is None in a process that began in loopback, until
+   its loopback ends.
 """
 
 from __future__ import annotations
@@ -229,7 +231,7 @@ class ReconfigurableGroup(OuterGroup):
     def _record(self, flight: Flight, count: int, what: str, on: Tensor | None, p2p: bool) -> None:
         """Record the start of a collective in the flight recorder.
 
-        The size is recorded only for collectives in which all ranks must pass the same size.
+        The record has the number of elements only if all ranks must pass the same number to this collective.
         """
         key = (what, on.numel(), on.dtype) if on is not None and what in _SAME_SIZE else (what, 0, None)
         text = self._texts.get(key)

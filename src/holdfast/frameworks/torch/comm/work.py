@@ -2,8 +2,8 @@
 
 Theory. There are three ways to wait (:class:`Wait`):
 
-- A collective of gloo runs on its own thread, so short waits (slices of ``SLICE``) cost nothing. The end of a slice is
-  not a fault. A fault is ``is_completed()`` followed by the collective's own exception.
+- A collective of gloo runs on its own thread, so short waits (slices of 50 ms) cost nothing. The end of a slice is not
+  a fault. A fault is a work whose ``is_completed()`` is True and whose ``wait()`` raises.
 - A point-to-point call of gloo is different: gloo closes the connection when a wait times out, and the work has no
   callback. So its one blocking wait runs in a helper thread.
 - A work of NCCL is ordered on the device's stream. It is never waited for in slices.
@@ -279,8 +279,9 @@ class GuardedWork(Work):
     def get_future(self) -> Future:
         """Return a future of the outputs that also completes when the process is poisoned.
 
-        An error is raised in a ``then`` callback of an inner future. ``Future.set_exception`` would store the Python
-        exception as the *value*; DDP's C++ reducer would read it as tensors and crash.
+        If the collective broke, a ``then`` callback raises the error, so that the returned future fails.
+        ``Future.set_exception`` is not used: it would store the Python exception as the *value*, and DDP's C++ reducer
+        would read the exception as tensors and crash.
         """
         if self._way is Wait.STREAM:
             return self._inner.get_future()
@@ -347,11 +348,11 @@ class GuardedWork(Work):
 
 
 class _UserTimeout(RuntimeError):
-    """The error that the caller's own timeout ran out, which is not a fault."""
+    """The error of a wait that has lasted longer than the caller's own timeout; it is not a fault."""
 
 
 class _Interrupted(FaultError, RuntimeError):
-    """The error that the process was poisoned during a point-to-point wait."""
+    """The error of a wait for a point-to-point call during which the process was poisoned."""
 
 
 class Blocking:
@@ -387,7 +388,8 @@ class Blocking:
     def join(self, stopped: Callable[[], bool], deadline_s: float | None, what: str) -> None:
         """Wait until the helper thread has ended its wait.
 
-        Raises: the work's own error, FaultError if ``stopped``, RuntimeError past ``deadline_s``.
+        Raises: the work's own error; FaultError once ``stopped()`` returns True; RuntimeError after ``deadline_s``
+        (monotonic time).
         """
         while not self.ended.wait(SLICE.total_seconds()):
             if stopped():

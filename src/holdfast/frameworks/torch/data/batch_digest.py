@@ -82,7 +82,7 @@ def _elements(leaf: torch.Tensor) -> Any:
 
 
 def _sampled(flat: Any) -> Any:
-    """Return about ``ELEMENTS_MAX`` elements of a flat array, fewer than twice that, at an equal odd distance.
+    """Return evenly spaced elements of a flat array, fewer than twice ``ELEMENTS_MAX``, at an odd distance.
 
     With an even distance, all elements could come from one column of rows of a usual width.
     """

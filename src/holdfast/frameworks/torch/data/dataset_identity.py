@@ -1,8 +1,8 @@
 """The identity of a dataset: its length, and its content if that can be read without running the user's code.
 
-To read samples would run ``__getitem__`` at a time that the user does not expect. It may draw from the user's own
-generator, or open files before loader workers are forked. So content is read only in two cases. It lies in memory
-(tensors, lists, ``Subset`` and ``ConcatDataset`` of them, the file lists of image folders). Or the dataset has an
+To read samples would run ``__getitem__`` at a time that the user does not expect. That code may draw from the user's
+own generator, or open files before loader workers are forked. So content is read in two cases only: it lies in memory
+(tensors, lists, ``Subset`` and ``ConcatDataset`` of them, the file lists of image folders), or the dataset has an
 attribute ``fingerprint``, for example the checksum of a file.
 """
 
@@ -27,7 +27,7 @@ def identity(dataset: Any, shared: bool) -> DataIdentity | None:
     """Return length and, if known, content digest of a map-style dataset; None if it has no length.
 
     Args:
-        shared: True if ranks draw different samples of it, so that all must have the same dataset.
+        shared: True if the ranks draw different samples of one dataset, so that all must have the same dataset.
     """
     try:
         length = len(dataset)
@@ -76,7 +76,7 @@ def _look_at_entry(entry: Any, total: xxhash.xxh3_64) -> bool:
 
 
 def _some(length: int) -> Sequence[int]:
-    """Return up to :data:`LOOKED_AT` indices below ``length``, the first and the last included."""
+    """Return at most :data:`LOOKED_AT` evenly spread indices of ``length`` entries, with the first and the last."""
     if length <= LOOKED_AT:
         return list(range(length))
     return [i * (length - 1) // (LOOKED_AT - 1) for i in range(LOOKED_AT)]

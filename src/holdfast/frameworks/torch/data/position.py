@@ -53,8 +53,6 @@ class Position:
 class Source(ABC):
     """The base class of the sources of batches, which yield one epoch from any position.
 
-    A position is the number of batches drawn, unless a subclass defines it in another way.
-
     Args:
         user: the user's loader.
         seed: seed of the session.
@@ -75,7 +73,7 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Return an iterator over ``epoch`` without its first ``skip`` batches."""
+        """Return an iterator over the batches of ``epoch`` without the first ``skip`` batches."""
 
     def placed(self, batch: Any) -> Any:
         """Return ``batch`` moved to the device of the user's loader."""
@@ -92,7 +90,7 @@ class Source(ABC):
         return {}
 
     def find(self, place: Mapping[str, int]) -> int:
-        """Return the number, in its epoch, of the next batch after the position ``place``."""
+        """Return the index, within its epoch, of the first batch after the saved position ``place``."""
         return place["batch"]
 
     def local_state(self) -> Plain:
@@ -108,10 +106,11 @@ class Source(ABC):
         self._iterator = None
 
     def _read(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
-        """Yield batches in the user's own order, from batch ``first`` on; drop those below ``skip``.
+        """Read the user's loader and yield its batches from index ``skip`` on.
 
-        The generators are seeded before each batch. So the random draws of an iterable in this process do not depend on
-        random draws of the steps in between. A sampler draws its order at the first batch.
+        ``first`` is the index, in the epoch, of the first batch that the loader returns. The generators are seeded
+        before each batch. So the random draws of an iterable in this process do not depend on random draws of the steps
+        in between. A sampler draws its order at the first batch.
         """
         seed_all(order_seed(self._seed, epoch, self._rank))
         self._iterator = iter(self._user)
@@ -162,7 +161,10 @@ class TorchFeed:
         return {"epoch": at.epoch, "batch": at.batch, **self._source.words(at)}
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a position that :meth:`place` returned; ``local`` is the result of :meth:`local_state` there."""
+        """Go to the position ``place``, a result of :meth:`place`.
+
+        ``local`` is the result of :meth:`local_state` at the same position, or None.
+        """
         self._iterator = None
         self.position = Position(place["epoch"], self._source.find(place))
         if local is not None:
@@ -255,7 +257,7 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
 
 
 def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
-    """Return the loader inside Fabric's wrapper and its device; any other loader is returned itself, with None.
+    """Return the loader inside Fabric's wrapper, and the wrapper's device; for any other loader, itself and None.
 
     Fabric's wrapper sets its sampler's epoch from a counter that starts at 0 in each process. In a replacement this
     epoch would be wrong.
@@ -268,7 +270,7 @@ def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
 def _prepared_source(loader: Any, seed: int) -> Source:
     """Return the source for a DataLoader from ``accelerator.prepare``.
 
-    The sampler of such a loader draws the order of the whole job on every rank, so it is seeded equally on all ranks.
+    The sampler of such a loader draws the order of the whole job on every rank. So all ranks seed the sampler equally.
     """
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader, DataLoader):
         raise UsageError(
@@ -363,9 +365,10 @@ class MapSource(Source):
         return self._start[1] + (position.batch - self._start[0].batch) * deal.share
 
     def find(self, place: Mapping[str, int]) -> int:
-        """Return the number of the next batch, after the samples that the job has drawn.
+        """Return the index, within its epoch, of the first batch after the samples that the job has drawn.
 
-        If these samples end inside a batch of the present size, the rest of the epoch is dealt again from their end.
+        If the last drawn sample is not the last of a batch of the present size, the remaining samples of the epoch are
+        dealt to the ranks again.
         """
         deal = self._order.deal
         self._start = None
@@ -399,7 +402,7 @@ class MapSource(Source):
 
 
 def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
-    """Return the init function for loader workers: end if the parent was killed, then run the user's function.
+    """Return the init function for loader workers, which ends a worker without a parent, or runs the user's function.
 
     torch's own watch of the parent begins later, and does not notice a parent that was killed before that.
     """

@@ -9,10 +9,10 @@ position of the job in the epoch, for any number of copies and any batch size. T
 present copies, as the sampler would deal a shorter epoch.
 
 Invariants:
-1. At a position that this number of copies and this batch size can reach, dealing again gives the same order as
+1. At a position that the present number of copies and batch size can reach, dealing again gives the same order as
    skipping batches.
 2. A ``DistributedSampler`` (or a sampler whose order it deals) draws the same numbers from the default generators on
-   all ranks. Otherwise each rank would take its part of another order.
+   all ranks. Otherwise the ranks would take their parts from different orders.
 3. No entry after the position is left out or given twice, except by the sampler's own rule for the end of an epoch. To
    give all copies the same number, the sampler repeats the first entries, or leaves out the last ones (``drop_last``).
 """
@@ -50,9 +50,9 @@ def chain(sampler: Any) -> Iterator[Any]:
 
 
 def _dealt_by(sampler: Any) -> Any:
-    """Return the sampler whose order a ``DistributedSampler`` deals; None: it deals a dataset.
+    """Return the sampler whose order a ``DistributedSampler`` deals; None if ``sampler`` deals no sampler's order.
 
-    Fabric and Lightning pass a wrapper of such a sampler to it as the dataset.
+    Fabric and Lightning wrap a sampler as a dataset, and pass this dataset to the ``DistributedSampler``.
     """
     order = getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else None
     found = (getattr(order, name, None) for name in ("_sampler", "sampler"))
@@ -63,7 +63,7 @@ def _dealt_by(sampler: Any) -> Any:
 class OrderDeal:
     """The rule that deals the order of an epoch to this rank, which is number ``copy`` of ``copies``.
 
-    ``batch`` is the number of samples in one of its batches.
+    ``batch`` is the number of samples in one batch of a rank.
     """
 
     sampler: Any
@@ -74,7 +74,7 @@ class OrderDeal:
 
     @staticmethod
     def of(inner: Any, batched: bool) -> OrderDeal | None:
-        """Return the rule of a sampler, or (``batched``) of a batch sampler; None for a sampler of another type."""
+        """Return the rule of the sampler ``inner``, or of a batch sampler if ``batched``; None for other types."""
         batch, drop_last = 1, False
         if batched:
             if type(inner) is not BatchSampler:
@@ -97,7 +97,7 @@ class OrderDeal:
         return each // self.batch if self.drop_last else -(-each // self.batch)
 
     def rest(self, seen: int, seed: Callable[[], None]) -> list[Any]:
-        """Return this rank's entries of the epoch after the job has drawn ``seen`` samples.
+        """Return the entries (sample indices) of this rank for the rest of an epoch, after ``seen`` drawn samples.
 
         Args:
             seed: seeds the generators from which the sampler draws.

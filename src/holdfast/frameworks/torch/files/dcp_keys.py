@@ -3,7 +3,7 @@
 Theory. DCP flattens dictionaries. It writes every key as text (``{1: "a"}`` comes back as ``{"1": "a"}``), a
 ``Counter`` becomes a dict, and an empty dictionary vanishes. The milestones of a ``MultiStepLR``, for example, are a
 ``Counter`` with numbers as keys: as text, no key would ever match a step. So the original keys and types are saved
-beside the tree, in one value under :data:`KEYS` (the *note*). torch reads such a directory as before.
+beside the tree, in one value under :data:`KEYS` (the *note*). torch can still read such a directory.
 
 Invariants:
 1. DCP's result for ``{**tree, KEYS: note_keys(tree)}``, passed through ``restore_keys``, has the containers and keys of
@@ -63,7 +63,7 @@ def _vanishes(node: Any) -> bool:
 
 
 def restore_keys(tree: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the tree with the original keys and types from its note, without the note.
+    """Return the tree with its original keys and types, from the note under :data:`KEYS`; remove the note.
 
     Raises:
         CheckpointInvalid: the note does not fit the tree; the error names ``where``.

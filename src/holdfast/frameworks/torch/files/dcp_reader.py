@@ -1,9 +1,9 @@
 """The reading of torch DCP directories without executing their content.
 
 Theory. ``.metadata`` is a pickle. It is read as inert records (``pickle_records.py``): no class or function of torch or
-Python can be reached from it. The records are then checked like any other untrusted data. The tensors and values are
-small ``torch.save`` files inside the ``.distcp`` files. First their zip checksums are verified, which torch does not
-do. Then ``torch.load(weights_only=True)`` reads them.
+Python can be reached from it. The records are then checked like any other untrusted data. Each chunk of a tensor and
+each plain value is a ``torch.save`` file inside a ``.distcp`` file. First the zip checksums of such an inner file are
+verified, which torch does not do. Then ``torch.load(weights_only=True)`` reads the inner file.
 
 Invariants:
 1. Files are opened by plain names inside the directory; no symbolic link is followed.

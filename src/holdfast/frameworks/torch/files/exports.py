@@ -186,7 +186,7 @@ def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _single(named: dict[str, Any]) -> Any:
-    """Return the object itself if it is the only one and was given without a name; otherwise the dict."""
+    """Return the only value of ``named`` if the user gave it without a name; otherwise the dict itself."""
     return named["default"] if set(named) == {"default"} else named
 
 

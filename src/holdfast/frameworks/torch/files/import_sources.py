@@ -84,7 +84,7 @@ def _directory(source: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _weights_of_files(source: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a directory in Hugging Face's format: of one file, or of all that its index names.
+    """Return the tensors of a directory in Hugging Face's format: of its only file, or of all files in its index.
 
     Raises:
         UsageError: the directory has another format, or more than weights.

@@ -2,10 +2,10 @@
 
 Theory. A source is one tree of tensors and plain values. Its parts are found by their usual names: the model under
 ``model`` (or the whole tree is the model), the optimizers under ``optimizer``, and so on. Other plain values go to the
-session's ``state``. A value under another name that looks like an optimizer's state is refused, because as plain state
-the optimizer would not get it. Names of tensors are those of the user's own module, as in a session
-(``parameter_names.py``). Optimizer state is assigned to parameters by the names that it carries. If it carries numbers
-only, it is assigned by position, but only if the shapes of the weights allow one assignment; otherwise it is refused.
+session's ``state``. A value under another name that looks like an optimizer's state is refused, because no optimizer
+would get it from ``state``. Names of tensors are those of the user's own module, as in a session
+(``parameter_names.py``). Optimizer state with parameter names is assigned by these names. Optimizer state with
+parameter numbers is assigned by position if the shapes of the weights allow one assignment; otherwise it is refused.
 
 Invariants:
 1. The checkpoint has the bits of the source, under the names of the user's module.
@@ -120,7 +120,7 @@ def _step(parts: _Parts, source: Path) -> int:
     """Return the number of updates done, as saved in the source; 0 for weights alone.
 
     Raises:
-        UsageError: the source holds more than weights and no step, or its step is not a number of updates.
+        UsageError: the source has no step although it holds more than weights, or its step is no number of updates.
     """
     if parts.strange_step:
         raise UsageError(
@@ -162,7 +162,7 @@ class _Parts:
         }
 
     def _optimizer(self, name: str, saved: Mapping[str, Any], out: TorchCollected) -> Plain:
-        """Return an optimizer's values in the form of ``OptimizerState.split``."""
+        """Return an optimizer's plain values in the form that a session saves, and add its tensors to ``out``."""
         path = f"optimizer.{name}"
         if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
             raise UsageError(
@@ -212,7 +212,7 @@ class _Parts:
     def _fitting(
         self, keys: Sequence[str], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return a dict of ``keys`` to ``fqns``, paired in order; None if their counts or shapes do not match."""
+        """Return a dict that maps ``keys`` to ``fqns`` in their order; None if counts or shapes do not match."""
         if len(keys) != len(fqns) or any(
             not shapes.get(key, set()) <= {tuple(self.model[fqn].shape)}
             for key, fqn in zip(keys, fqns, strict=True)

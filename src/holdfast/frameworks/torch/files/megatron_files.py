@@ -11,7 +11,7 @@ stages. A file also holds objects of Megatron's classes (arguments, random state
 The optimizer state is taken if the checkpoint is one file with a torch optimizer's state of the weights themselves.
 Megatron's optimizers of 16-bit weights keep the state of 32-bit copies, and the distributed optimizer keeps its state
 in another file. In these cases the user is informed, and the result holds weights, schedule and step. A session that
-trains with an optimizer refuses to resume from it; ``holdfast.load(path, model)`` takes the weights.
+trains with an optimizer refuses to resume from such a result; ``holdfast.load(path, model)`` takes the weights.
 """
 
 from __future__ import annotations

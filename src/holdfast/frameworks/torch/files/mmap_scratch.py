@@ -26,9 +26,11 @@ ALIGNMENT = 64
 def scratch_tensors(
     wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]], folder: Path
 ) -> dict[str, torch.Tensor]:
-    """Return zeroed tensors of these dtypes and shapes, by name, in one temporary file in ``folder``.
+    """Return tensors of zeros in one temporary file in ``folder``, by name. Each tensor has separate storage.
 
-    Each tensor has separate storage.
+    Args:
+        wanted: dtype and shape of each tensor, by name.
+        folder: an existing directory.
 
     Raises:
         StoreWriteError: the disk has too little room.

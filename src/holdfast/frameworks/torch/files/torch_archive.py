@@ -37,7 +37,7 @@ _LOCAL_HEADER_SIZE_BYTES = 30  # of a zip entry; its name and an extra field fol
 
 
 class _Anything:
-    """A container that contains every name, because no name is looked up."""
+    """The set of all names: it admits each class name in a pickle, because the name is not looked up."""
 
     def __contains__(self, name: object) -> bool:
         return True

@@ -1,8 +1,8 @@
 """The regions (boxes) of global tensors that this rank holds, and their bytes.
 
-A plain tensor is a whole tensor, with two exceptions. It may be declared to be a region of a larger tensor
-(:func:`declare`: Megatron's tensor-parallel weights, a flat optimizer shard). Or it has the attributes of DCP's
-``CheckpointableTensor`` (torch 2.15: several regions, and padding, which is not saved).
+A plain tensor counts as a whole global tensor, with two exceptions. First, code may declare the tensor to be a region
+of a larger one (:func:`declare`: Megatron's tensor-parallel weights, a flat optimizer shard). Second, the tensor may
+have the attributes of DCP's ``CheckpointableTensor`` (torch 2.15: several regions, and padding, which is not saved).
 A ``DTensor`` is split by its placements, in the order of the mesh dimensions. A strided placement (fully sharded on top
 of tensor parallel) gives several regions. The regions are found by splitting an index range with the placement's own
 code, so they are right for any placement. That takes 30 microseconds. A model has few combinations of shape, mesh and
@@ -169,7 +169,7 @@ def _lies_in(sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int])
 
 
 def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError for weights that Megatron split and that no code declared: they would pass for whole copies."""
+    """Raise StateError for weights that Megatron split and that no code declared: each would be saved as if whole."""
     for fqn, parameter in parameters.items():
         if getattr(parameter, "tensor_model_parallel", False) and region_of(parameter) is None:
             raise StateError(
@@ -192,7 +192,7 @@ def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of this rank, without autograd; it shares storage with ``tensor``."""
+    """Return the local tensor of this rank, detached from autograd; it shares storage with ``tensor``."""
     return private_api.local_tensor(tensor).detach()
 
 
@@ -255,7 +255,7 @@ def _form_of(tensor: DTensor) -> _ShardForm | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _cut(form: _ShardForm) -> tuple[tuple[tuple[_Run, ...], ...], tuple[LocalPart, ...]]:
-    """Return the runs of consecutive elements in each dimension, and the regions that they form."""
+    """Return this rank's runs of consecutive elements in each dimension, and the regions that the runs form."""
     runs = tuple(tuple(_runs(form, dim)) for dim in range(len(form.shape)))
     parts = tuple(
         LocalPart(
@@ -289,7 +289,13 @@ def _runs(form: _ShardForm, dim: int) -> list[_Run]:
 
 
 def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
-    """Return the regular cut that gives this rank its one box; None if it has several, or the cut is irregular."""
+    """Return this rank's cell of ``tensor``, a regularly sharded ``DTensor``.
+
+    The result is None for any other tensor, and if this rank does not hold exactly one box.
+
+    Args:
+        boxes: the boxes of the tensor that this rank holds.
+    """
     if not isinstance(tensor, DTensor) or len(boxes) != 1:
         return None
     form = _form_of(tensor)
@@ -299,7 +305,7 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _regular(form: _ShardForm, box: Box) -> Cuts | None:
-    """Return the regular cut that gives ``box`` to this rank; None if the cut is irregular."""
+    """Return this rank's cell of the sharding, whose box is ``box``; None if the sharding is irregular."""
     cuts = []
     for dim in range(len(form.shape)):
         steps = [
@@ -323,9 +329,9 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Return True if ``tensor`` can replace ``like``: same shape, device and sharding, without autograd.
+    """Return True if ``tensor`` can replace ``like``: both have the same shape, device and sharding.
 
-    The elements of ``tensor`` must not share memory.
+    ``tensor`` must not require a gradient, and its elements must not share memory.
     """
     if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
         return False
@@ -349,7 +355,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def overwrite(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-    """Overwrite local tensors with ``packed``: new bytes as from ``flat_bytes``, end to end, on the same device."""
+    """Overwrite local tensors with the bytes ``packed``: those of each tensor in C order, end to end, on its device."""
     for tensor, piece in zip(tensors, torch.split(packed, [t.nbytes for t in tensors]), strict=True):
         # A copy, because a piece may begin at an address that is not aligned for this dtype.
         tensor.copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))
@@ -385,8 +391,8 @@ def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) ->
 def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Yield bytes ``start`` to ``stop`` (in C order) of a local tensor, on its device, in one piece or several.
 
-    A piece is the memory of the tensor if that is in C order, otherwise a copy. Only the requested bytes are copied,
-    rounded to whole elements.
+    A piece is the tensor's own memory if the tensor is in C order, otherwise a copy. Only the requested bytes are
+    copied, rounded to whole elements.
     """
     size = tensor.element_size()
     first, last = start // size, -(-stop // size)

@@ -58,8 +58,8 @@ def copy_of(model: Models, rank: int, world_size: int) -> Copy:
 def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
     """Return True if this rank computes only a part of ``copy``: of its layers, or of its tensors.
 
-    The ranks of a pipeline or of a DTensor mesh have numbers of their own where no wrapper defines the copies, so the
-    number of copies does not show it there.
+    Fewer copies than ranks show that ranks share a copy. But without a wrapper, :func:`copy_of` counts as many copies
+    as ranks, so pipelines and DTensor meshes are looked for as well.
     """
     if copy.numbers != world_size:
         return True

@@ -2,9 +2,9 @@
 
 Theory. A load restores the learning rate, the weight decay and the schedule: a schedule changes them, and without them
 the results would differ in bits. So a value that the user changes in the script between two starts would silently have
-no effect. The values in use cannot be compared with those of the script, because the schedule has changed them. So each
-checkpoint also holds the values that its script had set when the session was made. A load compares these with the
-values that this script sets, and reports every difference with both values. The checkpoint's value stays in use, unless
+no effect. The saved learning rate cannot be compared with the script's, because the schedule has changed it. So each
+checkpoint also holds the values that its script had set when the session was made. A load compares them with the values
+that this script sets, and reports every difference with both values. The checkpoint's value stays in use, unless
 ``session(override=[...])`` names it.
 
 Invariants:
@@ -39,7 +39,7 @@ TOLD_MAX = 10
 
 
 class HyperparameterChange(NamedTuple):
-    """A value that the script now sets differently.
+    """A value that this script sets differently from the script that wrote the checkpoint.
 
     ``owner`` is ``optimizer.NAME`` or ``scheduler.NAME``, ``then`` the checkpoint's value, ``now`` the script's.
     """
@@ -73,7 +73,7 @@ class Declared:
         self._values = self._now
 
     def values(self) -> dict[str, Plain]:
-        """Return the script's values for a checkpoint, by ``optimizer.NAME`` or ``scheduler.NAME``."""
+        """Return the script's values, to be saved in a checkpoint, by ``optimizer.NAME`` or ``scheduler.NAME``."""
         return {owner: dict(values) for owner, values in self._values.items()}
 
     def choose(self, override: Collection[str]) -> None:
@@ -146,7 +146,10 @@ class Declared:
                     yield HyperparameterChange(owner, name, known[name], now)
 
     def _is_another_kind(self, each: HyperparameterChange, saved: Plain) -> bool:
-        """Return True if the two schedules have values of different names; another class alone is accepted."""
+        """Return True if the schedule in the checkpoint has values of other names than the script's schedule.
+
+        Another class with the same names is accepted.
+        """
         known = saved.get(each.owner) if isinstance(saved, dict) else None
         return isinstance(known, dict) and known.keys() != self._now[each.owner].keys()
 
@@ -168,7 +171,10 @@ class Declared:
                 group[each.name] = tuple(now) if isinstance(group.get(each.name), tuple) else now
 
     def _take_rate(self, optimizer: Optimizer, index: int, then: Any, now: Any) -> None:
-        """Set the learning rate of one parameter group to the script's value; a factor from the schedule is kept."""
+        """Set the learning rate of parameter group ``index`` to the script's value ``now``.
+
+        If the schedule has multiplied the checkpoint's value ``then`` by a factor, ``now`` gets the same factor.
+        """
         group = optimizer.param_groups[index]
         before = float(group["lr"])
         rate = now if before == then or not then else before * (now / then)
@@ -212,7 +218,7 @@ _OTHER = object()
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` in a form that can be compared and saved; ``_OTHER`` if it has no such form."""
+    """Return ``value`` in a form that can be compared and saved; if it has no such form, the marker ``_OTHER``."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
@@ -222,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 def _each(value: Plain, count: int) -> list[Any]:
-    """Return one value per parameter group, from a value of :func:`_of_groups`."""
+    """Return one value per parameter group; ``value`` is a list by group (``groups``), or one value for all groups."""
     if isinstance(value, dict) and isinstance(groups := value.get("groups"), list) and len(groups) == count:
         return groups
     return [value] * count

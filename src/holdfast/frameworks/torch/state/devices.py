@@ -44,7 +44,7 @@ class StateDevices:
         return len(self._found) > known
 
     def wait(self) -> None:
-        """Wait until all queued work on these devices has run. Raises: RuntimeError, as :func:`await_devices`."""
+        """Wait until all queued work on these devices has run. Raises: RuntimeError: the error of failed work."""
         await_devices(self._found)
 
     def note_streams(self) -> None:
@@ -52,7 +52,7 @@ class StateDevices:
         self._trained = self._streams()
 
     def order(self) -> None:
-        """Wait for the devices if the current streams of this thread are not those of the training.
+        """Wait for the devices if the current streams of this thread differ from the streams of the training.
 
         Call it before state is read or written.
         """
@@ -66,7 +66,7 @@ class StateDevices:
 
 @contextlib.contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Turn errors of torch and its devices inside the block into a StateError.
+    """Turn errors of torch and its devices inside the ``with`` block into a StateError.
 
     The rank then cannot save its state, but its process continues.
 

@@ -3,10 +3,10 @@
 Theory. When DDP wraps the model, it gives the model the weights of the first rank. Many scripts copy the model into an
 average of weights before that, while each rank still has the weights of its own seed. The averages of the ranks then
 differ, and the script saves and reports the average of rank 0. A checkpoint and a replacement hold one value per entry
-of ``state=``, so a fault would replace one rank's average by another's. So all ranks take the values of the first rank,
-as DDP does for the weights. The result is the average that the script would have saved without Holdfast.
+of ``state=``, so a fault would replace one rank's average by another's. So all ranks take these averages from the first
+rank, as DDP does for the weights. The result is the average that the script would have saved without Holdfast.
 Tensors that ranks hold in parts (DTensor) stay unchanged. If the modules of the ranks differ in names, shapes or types
-(stages of a pipeline), nothing is sent. ``replica_state_check.py`` compares the remaining state.
+(stages of a pipeline), nothing is sent. ``replica_state_check.py`` compares the rest of the user's state.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _group(wrappers: list[DistributedDataParallel]) -> Any:
 
 
 def _form(tensors: Mapping[str, list[tuple[str, torch.Tensor]]]) -> torch.Tensor:
-    """Return a digest of all names, shapes and dtypes: uint8 [8]."""
+    """Return a digest of the names, shapes and dtypes of all ``tensors``: uint8 [8]."""
     words = [
         (name, path, list(tensor.shape), str(tensor.dtype))
         for name, found in tensors.items()

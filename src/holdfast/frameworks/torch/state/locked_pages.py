@@ -41,7 +41,7 @@ def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a local tensor in C order, piece after piece. Each is valid until the next one is requested.
 
     Raises:
-        RuntimeError: as :func:`host_bytes`.
+        RuntimeError: torch's error of a device that has failed, or of a host without memory.
     """
     if tensor.device.type != "cuda":
         yield byte_view(tensor)

@@ -116,9 +116,9 @@ def _refuse_megatron(optimizer: Any) -> None:
 
 
 def local_part(optimizer: Optimizer) -> Optimizer | None:
-    """Return the optimizer of this rank's parameters inside torch's ``ZeroRedundancyOptimizer``; None for others.
+    """Return the local optimizer inside torch's ``ZeroRedundancyOptimizer``, which updates this rank's parameters.
 
-    With ``overlap_with_ddp`` the result is also None: such an optimizer updates during the backward pass.
+    The result is None for other optimizers, and with ``overlap_with_ddp`` (updates during the backward pass).
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
@@ -174,7 +174,10 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Write the settings of parameter groups back into ``optimizer``; tensors (a capturable learning rate) in place."""
+    """Write ``groups``, settings of parameter groups, back into ``optimizer``.
+
+    Settings that are tensors (a capturable learning rate) are filled in place.
+    """
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
@@ -191,7 +194,10 @@ class Undo:
         self._states: dict[int, tuple[Optimizer, dict[Any, Any]]] = {}
 
     def record(self, optimizer: Optimizer) -> None:
-        """Copy the parameters and state that the next update of ``optimizer`` changes, once until :meth:`clear`."""
+        """Copy the parameters and state that the next update of ``optimizer`` changes.
+
+        Do nothing if they were already copied since the last :meth:`clear`.
+        """
         if id(optimizer) in self._states:
             return
         with torch.no_grad():
@@ -225,7 +231,10 @@ class Undo:
         self._states.clear()
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Return the copies of parameters and tensors, made before the updates, by ``id`` of the live tensor."""
+        """Return the copies that :meth:`record` made of parameters and :meth:`keep` of tensors.
+
+        The key of a copy is the ``id`` of the original tensor.
+        """
         held = dict(self._weights)  # one copy: another thread may clear the dict meanwhile
         return {key: saved for key, (_, saved) in held.items()}
 
@@ -241,7 +250,7 @@ def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def clone(value: Any) -> Any:
-    """Return a copy of a tree of values that shares no memory with ``value``, without autograd."""
+    """Return a copy of a tree of values. Its tensors share no memory with ``value``, and are detached from autograd."""
     if isinstance(value, torch.Tensor):
         return placed(value.detach().clone(), value)
     if isinstance(value, dict):
@@ -255,7 +264,10 @@ def clone(value: Any) -> Any:
 
 
 def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
-    """Return a ``leaf`` function that declares tensors of optimizer state to have the region of ``parameter``."""
+    """Return a function that calls ``leaf`` for each value of an optimizer's state of ``parameter``.
+
+    A tensor with the shape of ``parameter`` is first declared to have the same region.
+    """
 
     def take(value: Any, path: str) -> Plain:
         return leaf(placed(value, parameter) if isinstance(value, torch.Tensor) else value, path)
@@ -301,7 +313,7 @@ class OptimizerState:
         return sum(len(of_one) if isinstance(key, torch.Tensor) else 1 for key, of_one in state.items())
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Return :func:`hyperparameters` of the optimizer, for the start of a step.
+        """Return shallow copies of the parameter groups without the parameters; called at the start of a step.
 
         Raises:
             StateError: a parameter group that was added during the run holds a parameter that is not in the model.
@@ -313,7 +325,7 @@ class OptimizerState:
         return hyperparameters(self.optimizer)
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write settings back as :func:`set_hyperparameters` does, and remove later parameter groups."""
+        """Write the settings of parameter groups back, and remove the groups that were added after ``groups``."""
         del self.optimizer.param_groups[len(groups) :]
         set_hyperparameters(self.optimizer, groups)
 
@@ -345,7 +357,7 @@ class OptimizerState:
         }
 
     def _members(self, count: int) -> list[list[str]]:
-        """Return the parameter names of the first ``count`` groups, which other programs need to read the state."""
+        """Return the parameter names of each of the first ``count`` groups; an export needs them."""
         return [[self.name_of(p) for p in group["params"]] for group in self.optimizer.param_groups[:count]]
 
     def name_of(self, parameter: torch.Tensor) -> str:
@@ -362,11 +374,10 @@ class OptimizerState:
     def _refuse_another(self, saved: Plain) -> None:
         """Raise CheckpointMismatch if an optimizer of another kind wrote ``saved``.
 
-        Otherwise the saved state would be dropped silently. The kinds are compared by class and by settings. The names
-        of the
-        state are not known here: an optimizer creates its state at its first update, and none for a parameter without a
-        gradient. Old checkpoints do not name the class. They are refused only if each side has settings that the other
-        lacks, because versions of torch also differ in settings.
+        Otherwise the saved state would be dropped silently. The kinds are compared by class and by settings. Names of
+        state values are not compared: an optimizer creates its state at its first update, and none for a parameter
+        without a gradient. Old checkpoints do not name the class. They are refused only if each side has settings that
+        the other side lacks, because versions of torch also differ in settings.
         """
         here, then = self.kind(), saved.get("class", "")
         if here == then:
@@ -425,9 +436,9 @@ class OptimizerState:
             )
 
     def _refuse_other_groups(self, saved: Plain) -> None:
-        """Raise CheckpointMismatch if the script builds another number of parameter groups than the saved run.
+        """Raise CheckpointMismatch if the script builds another number of parameter groups than the saved run had.
 
-        Two numbers are accepted: the number at the start of the saved run, and the number at its end.
+        Two numbers are accepted: the number at the start of the saved run, and the number at the time of the save.
         """
         there, added = len(saved["groups"]), len(saved.get("added", ()))
         if self._built not in (there, there - added):
@@ -508,7 +519,10 @@ class OptimizerState:
         return finish
 
     def _add_again(self, added: Iterable[dict[str, Any]], trained: Iterable[str]) -> None:
-        """Replace the parameter groups added in this process by those added in the saved run."""
+        """Remove the parameter groups that were added in this process, and add those that were added in the saved run.
+
+        Parameters named in ``trained`` are set to require a gradient.
+        """
         del self.optimizer.param_groups[self._built :]
         for group in added:
             self.optimizer.add_param_group(group)

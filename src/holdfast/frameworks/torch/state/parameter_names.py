@@ -102,7 +102,7 @@ def names_of(model: Models) -> Names:
     Raises:
         StateError: a parameter or buffer without memory (meta device), with an unsupported layout or with elements
             that share memory; extra state that cannot be put back.
-        UnsupportedError: see :func:`unwrap`.
+        UnsupportedError: the model is wrapped by FSDP1, see :func:`unwrap`.
     """
     parameters: dict[str, torch.Tensor] = {}
     buffers: list[BufferSlot] = []

@@ -11,7 +11,10 @@ from holdfast.frameworks.torch.state.boxes import lies_as, overlaps
 
 
 def put_into(current: Any, value: Any) -> Any:
-    """Return the result of :func:`holdfast.frameworks.common.restore_in_place.put_into`, with torch tensors filled."""
+    """Copy the contents of ``value`` into the object ``current`` where possible, and return the object to use.
+
+    Tensors, arrays and containers are filled in place; where that is not possible, the result has the new value.
+    """
     return restore_in_place.put_into(current, value, _fill)
 
 

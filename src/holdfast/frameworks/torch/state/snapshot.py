@@ -1,8 +1,9 @@
 """Copies, made at the start of a step, of the state that a block may change; an abort puts them back.
 
-Copied are buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), settings of parameter groups,
-schedules, the scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``. Gradients
-are dropped, not restored, because a step starts without gradients. Random generators need no copy (``rng.py``).
+There are copies of buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), settings of parameter
+groups, schedules, the scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``.
+Gradients are dropped, not restored, because a step starts without gradients. Random generators need no copy, because
+they are seeded at each step (``rng.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ SMALL_NUMEL = 65536
 
 
 class Snapshot:
-    """Copies of the state at the start of the current step; ``undo`` holds those for ``step.update(name)``."""
+    """Copies of the state at the start of the current step.
+
+    ``undo`` holds the copies of weights and optimizer state, from which tentative updates are undone.
+    """
 
     def __init__(self, state: TorchState) -> None:
         self._state = state
@@ -163,7 +167,7 @@ class Snapshot:
                 parameter.grad = None
 
     def copies(self) -> StepStartCopies:
-        """Return the state at the start of the step, for :meth:`TorchState.collect`."""
+        """Return the copies made at the start of the step, from which a frozen state is collected."""
         buffers = self._buffers.by_name()
         plain = {**self._plain, **self._modules}
         scaler = self._state.scaler
@@ -179,7 +183,7 @@ def _numel(value: Any) -> int:
 
 
 def _scaler_values(scaler: Any, saved: dict[str, torch.Tensor | None]) -> dict[str, Any]:
-    """Return the scaler's state dict with the scale and the counter from the start of the step."""
+    """Return the scaler's state dict with the scale and the growth counter from the start of the step (``saved``)."""
     values: dict[str, Any] = dict(scaler.state_dict())
     scale, tracker = saved["_scale"], saved["_growth_tracker"]
     if values and scale is not None and tracker is not None:

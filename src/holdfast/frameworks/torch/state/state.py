@@ -88,7 +88,7 @@ class StepStartCopies(NamedTuple):
 class StateBefore(NamedTuple):
     """Copies of values that the script may change before its next block.
 
-    They are made when the script is given a step or ends a loop.
+    They are made when the session gives a step to the script, and when a loop begins or ends.
     """
 
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> settings of its parameter groups
@@ -131,7 +131,7 @@ class TorchCollected:
         self._copied_from: set[torch.device] = set()
 
     def add(self, value: Any, path: str) -> Plain:
-        """Take ``value`` if it is a tensor or an array, under the name ``path`` (a ``Leaf`` function).
+        """Add ``value`` to the state's tensors under the name ``path``, if it is a tensor or an array.
 
         Returns: the plain value that replaces it in the tree of values; None if it is neither a tensor nor an array.
         """
@@ -427,10 +427,10 @@ class TorchState:
 
         Args:
             catalogue: the tensors of the checkpoint.
-            values: its plain values.
+            values: the plain values of the checkpoint.
             place: rank of this process, and the number of ranks.
             cast: convert floating numbers that are stored in another dtype.
-            partial: a module whose extra state is not in the checkpoint keeps its present one.
+            partial: a module whose extra state is not in the checkpoint keeps its present extra state.
 
         Raises:
             CheckpointMismatch: the checkpoint was written by a training script of another structure.
@@ -488,7 +488,7 @@ class TorchRestore:
         self._prepare_extras(values["state"])
 
     def then(self, what: Callable[[], None]) -> None:
-        """Add ``what`` to the functions that :meth:`finish` calls at its end."""
+        """Make :meth:`finish` call the function ``what`` at its end."""
         self._finish.append(what)
 
     def _same(self, kind: str, ours: Mapping[str, Any], saved: Mapping[str, Plain]) -> None:
@@ -555,7 +555,7 @@ class TorchRestore:
         return fetch
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
-        """Return every box to fill with its writable bytes; call :meth:`finish` afterwards."""
+        """Return all boxes that the caller must fill, each with its writable memory; then call :meth:`finish`."""
         out: list[tuple[TensorMeta, memoryview]] = []
         for fqn, tensor in self.targets.items():
             local = local_of(tensor)

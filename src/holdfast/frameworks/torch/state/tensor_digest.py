@@ -48,7 +48,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
-    """Return the xxh3-64 digest of these parts of the state, in order.
+    """Return the xxh3-64 digest of ``parts``, byte ranges of the state, in order.
 
     Equal bytes give equal digests on every rank with the same devices.
     """
@@ -66,7 +66,10 @@ def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
 
 
 def _pieces(state: Regions, extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of the extents, on their device; a tensor that is not in C order is copied piece by piece."""
+    """Yield the bytes of each of ``extents`` (a byte range of a box) on its device, without a copy if in C order.
+
+    Other tensors are copied piece by piece.
+    """
     piece_bytes = CHUNK_WORDS * _WORD_BYTES // PIECES_OF_CHUNK
     for extent in extents:
         region = state.region(extent.fqn, extent.box)
@@ -97,7 +100,7 @@ def sums(parts: Iterable[torch.Tensor]) -> bytes:
 
 
 def _sums_of(chunk: torch.Tensor, found: int) -> torch.Tensor:
-    """Return both sums of one chunk: int64 [2].
+    """Return the plain and the weighted sum of the 64-bit words of one chunk: int64 [2].
 
     Args:
         chunk: uint8 [n].
@@ -129,7 +132,7 @@ def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _joined(held: list[torch.Tensor]) -> torch.Tensor:
-    """Return the tensors joined. Empty ``held``, so that its memory is free for the next chunk."""
+    """Return the tensors of ``held`` joined into one. Empty ``held``, so that its memory is free for the next chunk."""
     joined = held[0] if len(held) == 1 else torch.cat(held)
     held.clear()
     return joined

@@ -8,8 +8,8 @@ average once too often. So the average is copied at the start of a block, like a
 would cost too much. So a tensor is copied if it has the shape and dtype of a trained weight, as an average has, or if
 it is small. A tensor that did not change before the votes of several blocks is no longer copied. If torch's count of
 writes or the address of such a tensor changes later, it is copied from the next block on.
-A module may also hold another tensor after a block than before: ``self.center = 0.9 * self.center + ...``. So the dict
-and the key that hold the tensor are remembered too, and an aborted block puts the same tensor back there.
+A block may also replace a tensor of a module by another tensor: ``self.center = 0.9 * self.center + ...``. So the dict
+and the key that hold each tensor are recorded, and after an aborted block the first tensor is put back under this key.
 
 Invariants:
 1. The copies take at most twice the memory of the trained weights, plus the memory of tensors known to change.

@@ -3,8 +3,8 @@
 Theory. An optimizer that does not communicate computes new weights from data of this rank alone: the weights, its
 state, the local gradients and the settings of its parameter groups. The same code gives the same bits from the same
 inputs. So an update is recorded as gradients and settings, just before the optimizer steps. It is repeated by the same
-optimizer class on the same shards. A test shows that no other input matters: the update is first made on a copy
-(*foretold*). At the next update, weights and state must equal those of the copy.
+optimizer class on the same shards. A check during training shows that no other input matters: an update is first made
+on a copy (*foretold*). At the next update, weights and state must equal those of the copy.
 
 Invariants:
 1. A copy shares no memory with the trained tensors, and the session's hooks ignore the copy's update.
@@ -59,7 +59,7 @@ class UpdateReplay:
 
     Args:
         state: state of the session.
-        owner: the object whose hooks may run at an optimizer's step.
+        owner: the session's adapter. Updates cannot be repeated if another object has hooks on the optimizer's step.
 
     Attributes:
         alone: True while an update is foretold or repeated; hooks ignore that step.
@@ -80,7 +80,7 @@ class UpdateReplay:
     # ------------------------------------------------------------------ from the adapter
 
     def begin(self) -> None:
-        """Record that a block begins. Its optimizer is not yet about to step."""
+        """Record that a block begins."""
         self._comes = False
 
     def comes(self) -> None:
@@ -88,7 +88,7 @@ class UpdateReplay:
         self._comes = True
 
     def made(self) -> None:
-        """Record that the optimizer has stepped: its result is the state from which the next update starts."""
+        """Record that the optimizer has stepped: the next update starts from the present weights and state."""
         if self._written is not None:
             self.settle()
 
@@ -281,7 +281,7 @@ class UpdateReplay:
 
 
 def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
-    """Return the record of a parameter's gradient. Raises: StateError: it is not sharded as its parameter."""
+    """Return the record of a parameter's gradient. Raises: StateError: both are not sharded in the same way."""
     gradient = parameter.grad
     assert gradient is not None
     local, lies = private_api.local_tensor(gradient), private_api.local_tensor(parameter)

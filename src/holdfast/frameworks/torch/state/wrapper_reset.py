@@ -11,8 +11,8 @@ those of an undisturbed run.
 Rules for the caller:
 1. Every rank of a generation heals before its first forward pass in that generation, even a rank that had nothing to
    abort. The reason: a healed DDP reducer rebuilds its buckets, and that is a collective.
-2. After a rehearsal (loopback) that ended in order, heal the reducer only after its buckets are set. If it is healed
-   earlier, it forgets the rehearsal.
+2. After a rehearsal (loopback), first call :func:`rebuild_buckets`, then :func:`forget_pass`. A reducer that is reset
+   earlier forgets the passes of the rehearsal. Therefore :func:`heal` does not reset reducers in loopback.
 3. A healed pipeline exchanges its start messages with its neighbours again in its next step. So all its ranks must be
    healed, newcomers included.
 """
@@ -38,10 +38,10 @@ from holdfast.runtime.node.torch_build import TESTED
 
 
 def heal(model: nn.Module) -> None:
-    """Reset a model after an aborted step: reducers of DDP, unshard and reduce state of FSDP2, all gradients.
+    """Reset a model after an aborted step: DDP's reducers (not in loopback), FSDP2's state, and all gradients.
 
     Args:
-        model: the outermost module, wrapped or not; nothing else in it is changed.
+        model: the outermost module, wrapped or not. Its weights and buffers are not changed.
 
     Raises:
         UnsupportedError: this version of torch keeps FSDP2's state in an unknown way.
@@ -90,7 +90,7 @@ class Scaling:
         self._settled = False  # True after an update that found no other scaler
 
     def heal(self) -> None:
-        """Heal the session's scaler after an aborted step."""
+        """Reset the session's scaler after an aborted step, see :func:`heal_scaler`."""
         if self._scaler is not None:
             heal_scaler(self._scaler)
 

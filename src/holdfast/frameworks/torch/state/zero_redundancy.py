@@ -1,8 +1,8 @@
 """The state of torch's ``ZeroRedundancyOptimizer``, in which each rank updates some parameters and sends them to all.
 
-Theory. Its ``step()`` communicates, so a death during the step leaves some parameters updated and others not. Such an
-update is therefore *tentative*: it is made before the vote, after a copy of the weights and of this rank's optimizer
-state. If it breaks off, it is undone, like an update inside ``step.update(name)``.
+Theory. Its ``step()`` communicates, so the loss of a rank during ``step()`` leaves some parameters updated and others
+not. The update is therefore *tentative*: it is made before the vote, after a copy of the weights and of this rank's
+optimizer state. If the update fails, it is undone, like an update inside ``step.update(name)``.
 The state of a parameter lies whole on the rank that updates the parameter. The parameters and the number of ranks
 determine that rank. So a process that begins without state knows which tensors of a checkpoint belong to it, even if
 another number of ranks wrote the checkpoint.
@@ -79,7 +79,7 @@ class ZeroState(OptimizerState):
         return f"{super().kind()}({type(local_part(self.optimizer)).__name__})"
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Return the plain values of the optimizer as the base class does. All state per parameter must be tensors.
+        """Return the optimizer's plain values and pass its tensors to ``leaf``, as the base class does.
 
         Raises:
             StateError: a parameter's state has a value that is not a tensor. Such values of two ranks could not be
@@ -98,9 +98,9 @@ class ZeroState(OptimizerState):
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """Prepare a load as the base class does, for the state of the parameters that this rank updates.
+        """Make memory for the saved state of the parameters that this rank updates, as the base class does.
 
-        The plain values ``saved`` may come from any rank.
+        The plain values ``saved`` may come from any rank: the catalogue names the tensors of all ranks.
         """
         local = local_part(self.optimizer)
         assert local is not None

@@ -11,7 +11,8 @@ The sum is the same as before the loss of nodes, except for the order of additio
 the rank whose work it does. Running statistics (BatchNorm) are computed from the last part only.
 
 Invariants:
-1. ``begin(part)`` with ``part > 0`` means that the previous part has ended normally. Its gradients count from then on.
+1. A call of ``begin(part)`` with ``part > 0`` means that the previous part has ended normally. Only then are the
+   gradients of the previous part added to the sum.
 2. A rank never votes for a step before the gradients of all its parts are added.
 """
 
@@ -27,7 +28,7 @@ from holdfast.errors import UnsupportedError
 
 
 class ElasticAccumulation:
-    """The sum of one step's gradients over its parts.
+    """The sum of the gradients of one step over the parts of the step.
 
     Args:
         parameters: the parameters of the model, by name.

@@ -1,4 +1,4 @@
-"""The check for inf and nan in the gradients that an optimizer is about to use, and the skipping of such an update."""
+"""The check for inf and nan in the gradients that an optimizer is about to use, and the prevention of its update."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TorchGradients:
         self._updates = updates
 
     def may_drop(self) -> None:
-        """Switch the gradient log off: it could hold an update that :meth:`drop` leaves out."""
+        """Switch the gradient log off: the log could hold an update that :meth:`drop` prevents."""
         self._updates.refuse("nonfinite='skip' may leave an update out")
 
     def nonfinite(self, optimizer: str) -> str:
@@ -63,7 +63,7 @@ class TorchGradients:
 
 
 def _are_finite(found: Sequence[torch.Tensor]) -> bool:
-    """Return True if all numbers are finite. False may be wrong.
+    """Return True if all numbers in ``found`` are finite. A result of False may be wrong.
 
     On other devices than CUDA the sum of each tensor is checked, because inf and nan pass through a sum. But a sum of
     finite numbers may also be inf. On CUDA each sum would be a separate kernel, so another check is used.

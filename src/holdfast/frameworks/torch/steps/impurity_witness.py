@@ -93,7 +93,10 @@ class Witness(TorchFunctionMode):
         return id(tensor) in self._known or (noted is not None and noted[0]() is tensor)
 
     def _look(self, func: Callable[..., Any], used: Sequence[torch.Tensor], generator: object) -> None:
-        """Compare the values that a call reads with those of the previous run, and look for tensors of that run."""
+        """Look for an impure input of a call of torch.
+
+        An input is impure if its values differ from the same call of the previous run, or if that run made the tensor.
+        """
         if generator is not None and id(generator) not in self._generators:
             self._found = f"{_line()} draws from a generator that is not in session(state=...)"
             return
@@ -116,7 +119,10 @@ class Witness(TorchFunctionMode):
             self._left = next(filter(None, map(self._leftover, read)), "")
 
     def _origin(self, tensor: torch.Tensor) -> str:
-        """Return a description of a tensor whose values differ from the previous run; empty: this run has made it."""
+        """Return a description of ``tensor``, whose values differ from the previous run.
+
+        The description is empty if this run has made the tensor: its difference then has another cause.
+        """
         if self._knows(tensor):
             return ""
         kind = str(tensor.dtype).removeprefix("torch.")

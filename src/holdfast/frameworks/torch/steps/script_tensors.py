@@ -2,8 +2,8 @@
 
 Only values are searched. Classes, Python modules, the objects of torch's runtime and those of Holdfast are left out.
 Long containers count as data and are left out too. The nearest values come first, and the search ends after
-``VALUES_MAX`` of them, so it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would
-import its values, and a proxy would answer for another object. So exact types are compared instead of ``isinstance``,
+``VALUES_MAX`` values, so it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would
+load its values, and a proxy would answer for another object. So exact types are compared instead of ``isinstance``,
 and only methods of the built-in types are called.
 """
 
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     """A variable, attribute, entry or closure cell of the script that holds a value, such as a tensor or an array.
 
     Attributes:
-        path: the expression for it in the script: ``ema.shadow['fc.weight']``.
+        path: the expression for this place in the script: ``ema.shadow['fc.weight']``.
         modules: the modules that have registered the tensor, the outermost first, each with its path and class.
         container: the dict, list, object or cell that holds it; None: a variable.
         key: its key in ``container``.
@@ -80,7 +80,7 @@ def _is(value: object, *kinds: type) -> bool:
 def _is_end(value: Any) -> bool:
     """Return True if the search does not continue inside ``value``.
 
-    That holds for most values: numbers, texts and empty dicts (the hooks of modules).
+    The result is True for most values: numbers, texts and empty dicts (the hooks of modules).
     """
     kind: Any = type(value)
     if _is(value, types.FunctionType):

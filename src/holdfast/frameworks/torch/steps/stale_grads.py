@@ -48,13 +48,17 @@ class Leftover:
         ]
 
     def ended(self, step: int, *, updated: bool) -> None:
-        """Record that step ``step`` is committed, and if it made an update."""
+        """Record that step ``step`` is committed, and whether it made an update (``updated``)."""
         self._last = step, updated
 
     def check(self, number: int) -> None:
-        """Refuse left-over gradients of module ``number``, when the first backward pass reaches the module's output.
+        """Refuse left-over gradients of one module. Call this when the first backward pass reaches the module's output.
 
-        Raises: StepError.
+        Args:
+            number: index of the module in ``modules``.
+
+        Raises:
+            StepError: the module's trained parameters still have gradients of an earlier block.
         """
         left, self._left[number] = self._left[number], []
         kept = [(p, p.grad) for p, gradient in left if p.grad is not None and p.grad is gradient()]
