@@ -50,7 +50,7 @@ def counted(caller: FrameType) -> bool:
 
 
 def leaves(caller: FrameType) -> bool:
-    """Return True if ``break`` or ``return`` ends a loop over a generator; False: an exception does, or not known.
+    """Return True if ``break`` or ``return`` ends a loop over a generator; False: an exception ends it, or not known.
 
     Args:
         caller: the frame with the loop, which is now closing the generator.

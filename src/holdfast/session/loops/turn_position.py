@@ -40,7 +40,7 @@ class LoopSlot:
 
     Attributes:
         way: key of the turn; empty for the session.
-        title: name of the slot in messages.
+        title: name of the slot in error messages.
         parts: number of parts that the script has begun in this slot.
         has_loop: the script has begun a loop over steps in this slot.
     """
@@ -74,7 +74,7 @@ class ScriptPart:
 
     @property
     def title(self) -> str:
-        """Name of the open turn in messages."""
+        """Name of the open turn in error messages."""
         return f"epoch {self.done}" if self.kind == "epochs" else self.kind
 
 

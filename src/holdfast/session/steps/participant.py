@@ -145,7 +145,7 @@ class StepParticipant:
         return NO_MEMBER if self.client is None else self.client.member_id
 
     def take_place(self, generation: Generation) -> None:
-        """Make this process, a spare that was called, a newcomer of ``generation`` that has just started."""
+        """Make this process, a spare that was called, a newcomer that starts in ``generation``."""
         with self.changed:
             self._worker.take_place(self.member_id, generation)
             self.machine = self._worker.steps
@@ -220,7 +220,7 @@ class StepParticipant:
             self._report(ADVANCED if event is None else Advanced(event))
 
     def moved(self, event: ScriptEvent, *, again: bool = False) -> None:
-        """Apply ``event`` to the position of the script. Arguments and errors: see :meth:`ScriptMachine.handle`."""
+        """Apply ``event`` to the position of the script; ``again``: the step's code before the block has run before."""
         with self.changed:
             self.script.handle(event, again=again)
             self._advanced(event)

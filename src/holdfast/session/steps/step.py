@@ -75,9 +75,9 @@ class StepOwner(Protocol):
 
 
 class BlockAbilities(NamedTuple):
-    """The optional abilities of an adapter that blocks use, each as the adapter itself; None: it lacks the ability.
+    """The optional protocols that blocks use: each entry is the adapter, or None if the adapter lacks that protocol.
 
-    The abilities are found once per session, because ``isinstance`` with a protocol takes 10 to 50 microseconds.
+    The entries are found once per session, because ``isinstance`` with a protocol takes 10 to 50 microseconds.
 
     Attributes:
         tentative: names of the optimizers whose updates communicate, and so are made before the vote.
@@ -245,7 +245,7 @@ class StepRunner:
         owner: the session.
         finite: the check of gradients for inf and nan.
         verify: arguments ``verify_block`` and ``verify_ranks`` of the session: steps between two checks that a block
-            repeats in this process, and on other ranks; 0: no check.
+            repeats its results in this process, and on other ranks; 0: no check.
     """
 
     def __init__(

@@ -197,7 +197,7 @@ class UpdateRecord:
             self._foretold = step
 
     def _measure(self, began_s: float) -> None:
-        """Add the cost since ``began_s``. Stop a log that costs more than ``SHARE``, if the user gave no interval."""
+        """Add the time since ``began_s`` to the cost. With AUTO, stop a log that takes more than ``SHARE`` of time."""
         now_s = time.monotonic()
         if not self._since_s or self._foretold >= 0:
             self._noted, self._cost_s, self._since_s = 0, 0.0, now_s
