@@ -150,7 +150,7 @@ class ExitWatch:
                 os.close(fd)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Call the script's own handler. Without a handler, end a forked process whose parent got no signal."""
+        """Call the script's own handler of a signal. Without one, end a forked process that got the signal alone."""
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)

@@ -489,7 +489,7 @@ class Checkpointer:
         return not (away and isinstance(adapter, KnowsWeights) and not adapter.holds_weights())
 
     def _require_weights(self) -> None:
-        """Check that the model holds the trained weights. Raises: StateError."""
+        """Check that the model holds the trained weights. Raises: StateError: it holds other weights."""
         if not self.holds_weights():
             reason, hint = other_weights(self._rank.step)
             raise StateError(reason, hint=hint)

@@ -15,8 +15,8 @@ Invariants:
 2. If the state of step s is kept, the status page shows READY(s), which means that s steps are committed, only when
    that state is in memory. Changes that the script makes after the block belong to this state. They are added (the
    state is *amended*) when the script asks for the next step (``after_block.py``). From then on the kept state is
-   *whole*. With several nodes only whole states are reported, given and loaded. On one node a rank sees whether another
-   rank has amended its state.
+   *whole*. With several nodes only whole states are reported, given and loaded. On one node, a state that is not whole
+   is also loaded if no other rank has amended its state.
 3. A lack of shared memory ends the tier with a warning, and never the training.
 """
 
@@ -140,9 +140,9 @@ class MemoryTier:
             self._slots.finish()
 
     def due(self, step: int) -> bool:
-        """Return whether this rank votes to keep its state of ``step``: a copy is due or, with AUTO, affordable.
+        """Return whether this rank votes to keep its state of ``step``: a copy is due, or (AUTO) affordable.
 
-        With several nodes, the previous kept state must first have arrived on another node.
+        AUTO: no interval is given. With several nodes, the previous kept state must first have arrived on another node.
         """
         if not self._said or (self.on and self._rank.catalogue_version > self._version):
             self._look()
@@ -267,7 +267,7 @@ class MemoryTier:
             return
 
     def require_replayable(self, step: int) -> None:
-        """Check that only updates have made this rank's weights of ``step``, not the script. Raises: StateError."""
+        """Check that only optimizer updates have changed this rank's weights before ``step``. Raises: StateError."""
         self._record.require_undisturbed(step)
 
     def replay(self, step: int) -> Collected:

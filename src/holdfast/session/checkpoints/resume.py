@@ -67,7 +67,8 @@ class Resumed(NamedTuple):
         step: number of committed updates in the state.
         session: plain values of the session, equal on all ranks.
         local: rank-local values of this rank.
-        begun: the block of ``step`` had begun, so the state includes the effect of the code before the block.
+        begun: the earlier process had begun the block of ``step``, so the state includes the effect of the code
+            before that block.
     """
 
     path: Place
@@ -222,7 +223,7 @@ class ResumeSearch:
 
     Args:
         adapter: the framework.
-        client: the connection over which rank 0 sends the list to the other ranks; None in a job of one process.
+        client: the connection over which rank 0 sends its list of candidates to all ranks; None: one process.
         agree: returns the elementwise sum of a list of ints over all ranks.
         remember: loads this rank's state of a step from the memory tier. Raises CheckpointInvalid if it cannot.
     """

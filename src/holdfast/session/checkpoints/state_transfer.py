@@ -51,7 +51,7 @@ class MemoryTierQuery(Protocol):
         """Check this rank's state of ``step`` in memory. Raises: CheckpointInvalid: it is missing or damaged."""
 
     def require_replayable(self, step: int) -> None:
-        """Check that only updates have made this rank's weights of ``step``, not the script. Raises: StateError."""
+        """Check that only optimizer updates have changed this rank's weights before ``step``. Raises: StateError."""
 
 
 class StateSource:

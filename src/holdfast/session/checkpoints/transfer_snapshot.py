@@ -2,9 +2,10 @@
 
 Theory. When a rank is lost, some ranks may have run the code before the block (a step of a schedule, a recorded score)
 and others not. A newcomer that will run this code needs the state from before it. A newcomer that will not run the code
-needs the state from after it. The newcomer does not run the code if the lost rank had begun the block, and the
-survivors give a state from after the code. A survivor that waits at its block has run the code, and gives such a state.
-A survivor that still runs the code, or has not got the step from its loop, gives the state from before the code.
+needs the state from after it. The newcomer does not run the code under two conditions: the lost rank had begun the
+block, and the survivors give a state from after the code. A survivor that waits at its block has run the code, and
+gives such a state. A survivor that still runs the code, or has not got the step from its loop, gives the state from
+before the code.
 
 The boxes of one newcomer come from several survivors. If the code changes state that was copied before it
 (``Adapter.remember``), these boxes could come from two different states. So a survivor that has run the code, and whose

@@ -100,7 +100,8 @@ class Loops:
         verify_data: compare the drawn batches with those that the earlier process drew.
 
     Attributes:
-        place: the place of the job: a dict with number (``loop``), data position (``at``), bound and turns of its loop.
+        place: the place of the job: a dict with number (``loop``), data position (``at``), begin and end
+            (``bound``) of its loop, and the finished turns.
         walk: the position of the script among its epochs and phases.
         local: the rank-local values of the last committed step.
         mine: the rank-local values that the script sets itself: ``Session.own`` and attached objects.
@@ -387,7 +388,7 @@ class Loops:
         self._rank.moved(ScriptEvent.LOOP_OPENED)
 
     def _say_what_it_is(self) -> None:
-        """Write dataset and bound of the open loop, and the bound of the first loop, into the place of the job."""
+        """Write dataset, begin and end of the open loop, and those of the first loop, into the place of the job."""
         if self.place["loop"] == 0:
             self._first = self._bound
         self.place.update(data=self._data, bound=self._bound, first=self._first, over=False)
@@ -480,7 +481,7 @@ class Loops:
                 )
 
     def _draw(self) -> bool:
-        """Draw the batches of this step, one for each rank whose work this rank does. Return False if none is left."""
+        """Draw the batches of this step, one for each rank whose work this rank does. Return False at their end."""
         if self._drawn == self._rank.step:
             return True
         before = {} if self._feed is None else self._feed.place()
@@ -493,7 +494,7 @@ class Loops:
         return bool(batches)
 
     def _draw_again(self) -> None:
-        """Draw the batches of this step again, because the block has changed them. Raises: StepError, DataError."""
+        """Draw the batches again, as the block has changed them. Raises: StepError, DataError: other batches came."""
         feed = self._feed
         if feed is None:
             return

@@ -73,7 +73,7 @@ def bound_of(
     *,
     counts_from_here: bool = False,
 ) -> Bound:
-    """Return the bound, in this process, of a loop that was open in the loaded state.
+    """Return the bound (steps of begin and end), in this process, of a loop that was open in the loaded state.
 
     Args:
         loop: number of the loop in the script.
@@ -114,7 +114,7 @@ def counted_from_here(here: int, until: int | None, first: Bound) -> bool:
     Args:
         here: the current step.
         until: the argument ``until`` of the first loop in this process.
-        first: the bound of the first loop of the job.
+        first: the steps at which the first loop of the job began and ended.
 
     Raises:
         UsageError: ``until`` is after ``here``, but is not the end of ``first``, and its distance from ``here`` is not

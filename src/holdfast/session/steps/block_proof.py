@@ -240,7 +240,7 @@ class _Variables(NamedTuple):
     Attributes:
         plain: bools, numbers and strings by name, including attributes of ``self``.
         inner: bools, numbers and strings in attributes of other objects, by ``name.attribute``: for example the
-            position of a loader that the script has written.
+            position in a loader class of the script.
         drawing: names of iterators and random generators.
     """
 

@@ -5,11 +5,12 @@ agent, even while the main thread waits in a collective. The task thread carries
 use one state machine (``core.worker.worker_machine.WorkerMachine``, called *the machine* here) under one lock. The
 machine has the state of the step, the position of the script and the orders that wait. Only the machine is
 authoritative; the status page shows its state to other processes. This module makes no decision of the protocol: it
-passes messages and reports to the machine, and executes the resulting commands. The main thread blocks until the
-machine lets it continue.
+passes messages and events to the machine, and executes the resulting commands. The main thread blocks until the machine
+lets it continue.
 
 Invariants:
-1. The status page shows UPDATE(s) before a weight changes, and READY(s+1) only after the block has ended.
+1. The status page shows UPDATE(s), the update of step s, before a weight changes. It shows READY(s+1) only after the
+   block has ended.
 2. Commands that send a message are executed under the lock, so messages are sent in the order of the commands.
 3. Each wait of the main thread for the control plane ends. Either an order comes, or agent and launcher are gone and
    the process ends.

@@ -175,7 +175,7 @@ class Verifier:
 
         Args:
             collected: the state.
-            slices: None: all state of which other ranks hold copies.
+            slices: the parts of the state to digest; None: all state of which other ranks hold copies.
         """
         if slices is None:
             self._refresh()

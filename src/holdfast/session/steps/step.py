@@ -575,7 +575,11 @@ class StepRunner:
         self._owner.after_ready(step, self._tally)
 
     def redo(self) -> None:
-        """Abort the open block and begin it again, for a framework with the update in its graph. Raises: StepError."""
+        """Abort the open block and begin it again, for a framework that computes the update in its graph.
+
+        Raises:
+            StepError: no block is open.
+        """
         step = self._current
         if step is None:
             raise StepError(
