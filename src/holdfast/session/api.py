@@ -65,7 +65,7 @@ def open_session(
         keep: valid checkpoints that are not removed, from this run and the runs that it continues: the newest N, those
             younger than a ``timedelta``, a policy (see ``save``), or a list of these.
         copies: copies of each tensor in a checkpoint, in different files. With 2, any one file may be lost.
-        memory: steps between two copies of a rank's state in shared memory; 0: none. None: as ``--memory-every``.
+        memory: steps between two copies of a rank's state in shared memory; 0: none. None: by ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, random generators, tensors or plain values of
             the whole job, by name; see ``Session.state``. Values of one rank belong into ``Session.own``.
         exit_file: JSON file. The job saves and leaves when a user writes ``{"GracefulExit": 1}`` into the file.

@@ -244,7 +244,7 @@ class ExitWatch:
 
 
 def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> Mapping[str, Plain] | None:
-    """Return the argument ``known`` of :meth:`ExitWatch.start`: the version answered before this process began.
+    """Return the exit-file version answered before this process began, for ``known`` of :meth:`ExitWatch.start`.
 
     Args:
         local: the loaded rank-local values of this process; None: a new job begins without a checkpoint.

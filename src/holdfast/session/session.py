@@ -390,7 +390,7 @@ class Session(ScriptLoops):
     def attach(self, name: str, item: T) -> T:
         """Preserve the values of an object of this rank across faults and restarts. Return the object.
 
-        For objects that accumulate from step to step: meters, sums, the last losses. A replacement or resumed process
+        Attach objects that add up values from step to step: meters, sums, last losses. A replacement or resumed process
         attaches an object under the same name. When its loop over steps begins, the object gets the values of the
         earlier process, provided that both attached the object in the same epoch or phase. If a block is aborted and
         runs again, the object has the values from before the first run.

@@ -192,7 +192,7 @@ def _warn_of_others(root: Root) -> None:
 
 
 def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
-    """Warn if an unrelated run has written a checkpoint after the first of ``valid``, which has the highest step."""
+    """Warn if an unrelated run wrote a checkpoint later than the first of ``valid``, which has the highest step."""
     if len({v.save_id.run for v in valid if v.save_id}) < 2:
         return
     chosen = valid[0]
@@ -336,7 +336,7 @@ class ResumeSearch:
         return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
     def _names_of_all(self) -> frozenset[str]:
-        """Return the names of the tensors that the ranks have built, of all ranks together: pipeline stages differ."""
+        """Return the names of the tensors of all ranks together. Pipeline stages have different tensors."""
         own = sorted(frozenset().union(*_built(self._adapter)))
         client = self._client
         if client is None:

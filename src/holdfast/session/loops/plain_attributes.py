@@ -145,7 +145,7 @@ def _fill(
     *,
     all_of_it: bool,
 ) -> None:
-    """Put the copied values ``kept`` into ``into``, a dict or the attributes of an object.
+    """Write the copied values ``kept`` to the dict ``into``, which may be the ``__dict__`` of an object.
 
     Args:
         factory: the factory of a ``defaultdict``, which makes a missing container or object; None: there is none.

@@ -2,9 +2,9 @@
 
 Theory. The code after the loop over steps in an epoch (an evaluation, a file of the epoch) belongs to the epoch. An
 epoch is finished when all ranks have run that code. Only then the next epoch begins. All ranks agree on the end of the
-epoch with one vote. Until the vote, a rank saves or gives the state from the end of the loop, of which copies were made
-there. If a rank is lost before the vote, a newcomer runs the code after the loop again, and the other ranks wait at the
-end of the epoch. After the vote no rank runs that code again.
+epoch with one vote. Until the vote, a rank saves or gives the state of the end of the loop, from copies that were made
+at that time. If a rank is lost before the vote, a newcomer runs the code after the loop again, and the other ranks wait
+at the end of the epoch. After the vote no rank runs that code again.
 
 A vote may complete on one rank and break on another. Then the controller decides whether the turn is finished. Each
 rank answers the fence with its known number of finished turns. The highest number is right, because the rank with that

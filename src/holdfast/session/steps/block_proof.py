@@ -86,8 +86,8 @@ class Prover:
         """Take digests of the state before a run of the block of ``step``, if a check is due.
 
         Args:
-            joining: this process is a newcomer that has not joined. Its search for undeclared state then waits, because
-                the other ranks wait for this process.
+            joining: this process is a newcomer that has not joined. Its search for undeclared state comes later,
+                because the other ranks wait for this process.
 
         Raises:
             UsageError: the script changes state that the session does not have (:class:`UndeclaredState`).

@@ -9,7 +9,7 @@ without ``if not step.again``, a warning is logged.
 
 A barrier returns no data, so it is allowed where the code runs again. The lost rank had then begun the block, and no
 other rank waits in the barrier. Where the code runs for the first time, a barrier is guarded like other collectives.
-Otherwise a survivor that has not received the step yet would later wait in that barrier for ever.
+Otherwise a survivor that has not got the step from its loop yet would later wait in that barrier for ever.
 
 A framework that drives the loop may make collectives during its setup, because they give the same results at each
 start. An integration also restores such a framework's own position, with its work that is due between two steps.

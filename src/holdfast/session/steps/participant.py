@@ -259,7 +259,10 @@ class StepParticipant:
     # ------------------------------------------------------------------ client thread
 
     def connect(self, calls: ParticipantCalls) -> None:
-        """Register the handlers for messages of the agent. They and the task thread call the functions in ``calls``."""
+        """Register the handlers for messages of the agent.
+
+        The handlers and the task thread call the session's functions in ``calls``.
+        """
         self._tasks.calls = calls
         client = self.client
         if client is None:
@@ -509,7 +512,7 @@ class StepParticipant:
         self.await_resume()
 
     def take_step(self) -> bool:
-        """Fix the next step of the loop. Return False after a recovery, which may have changed the next step."""
+        """Record that the script takes the next step. Return False after a recovery, which may change that step."""
         with self.changed:
             if not self.fenced:
                 self.script.handle(ScriptEvent.STEP_TAKEN)

@@ -111,7 +111,7 @@ class UpdateRecord:
         """Begin the log at ``step``.
 
         Args:
-            replayed: this process has just made the updates of the log again, so the log stays.
+            replayed: this process has just made the updates of the log again, so the log is not removed.
         """
         self._foretold, self._changed_at, self._since_s = -1, -1, 0.0
         if self._log is not None:
