@@ -221,7 +221,7 @@ class StepParticipant:
             self._report(ADVANCED if event is None else Advanced(event))
 
     def moved(self, event: ScriptEvent, *, again: bool = False) -> None:
-        """Apply ``event`` to the position of the script; ``again``: the step's code before the block has run before."""
+        """Apply ``event`` to the position of the script; ``again``: the code before the block has already run."""
         with self.changed:
             self.script.handle(event, again=again)
             self._advanced(event)

@@ -75,7 +75,7 @@ class StepOwner(Protocol):
 
 
 class BlockAbilities(NamedTuple):
-    """The optional protocols that blocks use: each entry is the adapter, or None if the adapter lacks that protocol.
+    """The optional interfaces of adapters that blocks use: an entry is the adapter, or None if it lacks the interface.
 
     The entries are found once per session, because ``isinstance`` with a protocol takes 10 to 50 microseconds.
 
@@ -432,7 +432,7 @@ class StepRunner:
     # ------------------------------------------------------------------ vote
 
     def _vote(self, step: Step, optimizer: str = "") -> None:
-        """Vote on the update of ``step``, and return if it may be made. Raises: StepAborted: it must not.
+        """Vote on the update of ``step``. Return normally if the update may be made. Raises: StepAborted: it must not.
 
         Args:
             optimizer: the optimizer that is about to step; empty: the vote is at the end of the block.
