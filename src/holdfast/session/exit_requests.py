@@ -150,7 +150,7 @@ class ExitWatch:
                 os.close(fd)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Call the script's own handler. Without a handler, end a forked process whose parent got no signal."""
+        """Call the script's own handler of a signal. Without one, end a forked process that got the signal alone."""
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)
@@ -244,7 +244,7 @@ class ExitWatch:
 
 
 def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> Mapping[str, Plain] | None:
-    """Return the argument ``known`` of :meth:`ExitWatch.start`: the exit-file version answered before this process.
+    """Return the exit-file version answered before this process began, for ``known`` of :meth:`ExitWatch.start`.
 
     Args:
         local: the loaded rank-local values of this process; None: a new job begins without a checkpoint.
@@ -263,7 +263,7 @@ def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> 
 
 
 def _afterwards(number: signal.Signals, before: Any) -> Any:
-    """Return the handler of signal ``number`` to install when the session ends: ``before``, or "ignore".
+    """Return the handler of signal ``number`` after the session: the earlier handler (``before``), or "ignore".
 
     A scheduler sends its warning (SIGUSR1 or SIGUSR2) to all processes of a run, and the launcher answers it. The
     warning must not end a worker that evaluates or exports after training. So a launched worker ignores the signal,

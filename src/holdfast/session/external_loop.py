@@ -15,9 +15,9 @@ def steps_of_framework(session: Session, loader: Any = None) -> Iterator[Step]:
     """Return an iterator over all steps of the job.
 
     The framework and its callbacks (``on_epoch_begin``) run code between this call and the first step. A restarted
-    process runs this code again, although the restored state already contains its effect. A session restores the saved
-    state after code between two of its loops (``loops/loop.py``). So this function first runs a loop without steps,
-    which puts the code between two loops.
+    process runs this code again, although the restored state already contains its effect. A session undoes the second
+    effect of code that a restarted process runs between two loops (``loops/loop.py``). So this function first runs a
+    loop without steps, which puts the code between two loops.
 
     Args:
         loader: the source of the framework's batches; None: the framework draws them itself.

@@ -82,8 +82,8 @@ class Session(ScriptLoops):
         state: the dict that was given as ``holdfast.session(state={...})``: objects and values of the whole job, by
             name. A checkpoint holds them once, with the values of any one rank. A load fills tensors, arrays and
             containers in place. A loaded number or string only replaces the entry ``s.state["name"]``, so the script
-            must read it there. Changes by a block that is aborted are undone. Iterables, and objects of more than 65536
-            numbers, must only be changed after ``optimizer.step()``.
+            must read it there. Changes by a block that is aborted are undone. Loaders, and objects of more than 65536
+            numbers, are not copied for this. Change these only after ``optimizer.step()``.
         root: directory or URL of the checkpoints; None: nothing is saved.
 
     Example:
@@ -179,7 +179,7 @@ class Session(ScriptLoops):
         return self
 
     def _join(self) -> tuple[WorkerClient | None, bool]:
-        """Return the connection to the agent (None: there is no agent), and whether the job started it itself."""
+        """Return the connection to the agent (None: no agent), and whether sessions start the agents."""
         client = WorkerClient.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False
@@ -308,7 +308,7 @@ class Session(ScriptLoops):
         rank.enter(Phase.READY)
 
     def _rewind(self, step: int) -> None:
-        """Go back to the state of ``step`` in the memory tier, as all ranks do. Raises: CheckpointInvalid."""
+        """Go back to the kept state of ``step``, as all ranks do. Raises: CheckpointInvalid: it is damaged."""
         log.warning("holdfast: back from step %d to %d, from memory", self.step, step)
         found = self._tier.load(step)
         self._verifier.forget()
@@ -358,7 +358,7 @@ class Session(ScriptLoops):
         return self._behind.exit_agreed
 
     def _asked(self) -> None:
-        """In a spare, wait until it is called, because the caller needs a fact about the job. Raises: UsageError."""
+        """In a spare, first wait until it is called. Raises: UsageError: the session is not entered."""
         self._require_entered()
         if not self._rehearsing:
             self._go_on_stage()
@@ -390,7 +390,7 @@ class Session(ScriptLoops):
     def attach(self, name: str, item: T) -> T:
         """Preserve the values of an object of this rank across faults and restarts. Return the object.
 
-        For objects that accumulate from step to step: meters, sums, the last losses. A replacement or resumed process
+        Attach objects that add up values from step to step: meters, sums, last losses. A replacement or resumed process
         attaches an object under the same name. When its loop over steps begins, the object gets the values of the
         earlier process, provided that both attached the object in the same epoch or phase. If a block is aborted and
         runs again, the object has the values from before the first run.

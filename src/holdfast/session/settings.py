@@ -37,7 +37,7 @@ class SessionOptions(TypedDict, total=False):
 
 
 class SessionSettings:
-    """The checked arguments of a session that do not depend on the framework. Raises: UsageError."""
+    """The checked arguments of a session that do not depend on the framework. Raises: UsageError: a wrong value."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ FACE_OPTIONS = [
 
 
 def extras_of(state: object) -> dict[str, Any]:
-    """Return the argument ``state`` of a session: the user's dict, or a new dict for None. Raises: UsageError."""
+    """Return the argument ``state``: the user's dict, or a new dict for None. Raises: UsageError: it is not a dict."""
     if state is None:
         return {}
     if not isinstance(state, dict):

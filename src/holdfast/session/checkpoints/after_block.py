@@ -3,14 +3,14 @@
 Theory. A schedule that moves once in an epoch, an average of weights or a count of bad epochs often comes after the
 block: ``if step.committed and step.last_in_epoch: scheduler.step()``. A replacement starts at the next step and never
 runs this code. The state of a step is therefore complete when the script asks for the next step, not when the block
-ends. Saves are made at that time. A rank that gives or saves its state after a fault first waits for the script
-(``core/worker/decision_orders.py``). The state in the memory tier is amended. Only the save of a graceful exit is made
-when the block ends, because time may be short. That save is repeated if code after the block has changed the state or
-rank-local values.
+ends. Saves are made when the script asks for that step. A rank that gives or saves its state after a fault first waits
+until then (``core/worker/decision_orders.py``). The copy in the memory tier is made earlier, and is then amended. Only
+the save of a graceful exit is made when the block ends, because time may be short. That save is repeated if code after
+the block has changed the state or rank-local values.
 
 Invariants:
 1. No state is saved or given while the script is between the end of a block and its next step, except for a graceful
-   exit, or if the script takes longer than ``SCRIPT_TIMEOUT_S``.
+   exit, or if the code after the block takes longer than ``SCRIPT_TIMEOUT_S``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXIT_LINE = "Graceful exit is triggered, stop training"
 
 
 class AfterBlock:
-    """The work that is due when the script asks for the next step after a block: saves, amendments and stops.
+    """The work that is due when the script asks for the next step after a block: saves, amendments, a pause.
 
     Args:
         rank: protocol state of this rank.
@@ -40,7 +40,7 @@ class AfterBlock:
 
     Attributes:
         exit_agreed: all ranks have agreed to leave the job.
-        exit_sealed: the checkpoint of this exit is sealed.
+        exit_sealed: the checkpoint of the agreed exit is sealed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AfterBlock:
         self._left_with = ""  # digest of the state that the exit has saved
 
     def committed(self, tally: Tally) -> None:
-        """Keep the requests in ``tally``, the vote of a committed step, until the code after its block has run.
+        """Keep the requests in ``tally``, the votes on a committed step, until the code after its block has run.
 
         If all ranks have agreed to exit, save at once.
         """
@@ -70,7 +70,7 @@ class AfterBlock:
             self._agree_exit()
 
     def forget(self) -> None:
-        """Drop the requests of the last vote, because the job has gone back. A later vote repeats them."""
+        """Drop the requests of the last vote, because the job went to an earlier step. A later vote repeats them."""
         self._tally = None
 
     def begin(self) -> None:

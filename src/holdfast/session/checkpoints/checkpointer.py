@@ -3,13 +3,14 @@
 Theory. The layouts of all ranks alone determine which rank writes which boxes, so a save needs no communication. Each
 rank writes its share, and a rank that sees all shares seals the checkpoint. A periodic or requested save copies the
 share of this rank and returns; the writer process writes the copy. Exit, final and last-gasp saves are written from the
-state itself, which cannot change during the write. The last-gasp runs in the task thread. The main thread may be
-anywhere then, but it cannot pass the end of the step. State that an aborted block has changed is read from the copies
-that were made when the block began.
+state itself, which cannot change during the write. The last-gasp runs in the task thread. The main thread may run any
+code then, but it cannot pass the end of the step. State that an aborted block has changed is read from the copies that
+were made when the block began.
 
 Invariants:
-1. A save id is the same on all ranks: (run, generation, step, attempt) and the kind come from the vote or the order.
-2. On every rank, a save that no fence cuts off ends in a ``SaveReported`` message.
+1. A save has the same id on all ranks. Its parts (run, generation, step, attempt, kind) come from the vote before the
+   save, or from the order of the decision.
+2. On every rank, a save that no fence cuts off ends with a ``SaveReported`` message to the controller.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Checkpointer:
         )
 
     def start(self) -> None:
-        """Start the saver that writes in the background."""
+        """Start the background saver, which passes this rank's shares to the writer process."""
         if self.root is not None:
             self._background.__enter__()
 
@@ -157,7 +158,7 @@ class Checkpointer:
         """Lock the checkpoint directory for this run, on rank 0.
 
         Args:
-            begins: the run is new: warn if another live run saves in this directory.
+            begins: the run is new. Then warn if another live run saves in this directory.
         """
         if self._adapter.rank == 0:
             self._sole = SoleUse(self.root, tells=begins)
@@ -174,16 +175,16 @@ class Checkpointer:
             self._giver.stop()
 
     def saved(self, step: int) -> None:
-        """Record that all ranks have loaded or begun to save ``step`` in this generation; see :meth:`is_written`."""
+        """Record that all ranks have loaded the state of ``step``, or have begun to save it, in this generation."""
         self._saved = self._rank.machine.generation, step
 
     @property
     def is_saved(self) -> bool:
-        """True if :meth:`saved` was called for this step in this generation; earlier generations do not count."""
+        """True if :meth:`saved` was called for the present step in the present generation."""
         return self._saved == (self._rank.machine.generation, self._rank.step)
 
     def is_written(self) -> bool:
-        """Return whether all ranks have written their shares of the present step. A collective call.
+        """Return whether all ranks have written their shares of a save of the present step. A collective call.
 
         Raises:
             PeerLost: the vote broke.
@@ -208,7 +209,7 @@ class Checkpointer:
         return tally.passed and not tally.save
 
     def _collected_to_give(self, frozen: bool) -> tuple[Collected, bool]:
-        """Return the result of ``TransferSnapshot.collect``: the state for newcomers. First publish its layout."""
+        """Publish the layout of the state for newcomers. Return the result of ``TransferSnapshot.collect``."""
         collected, at_block = self._given.collect(frozen)
         self._votes.tell(collected)
         return collected, at_block
@@ -240,7 +241,7 @@ class Checkpointer:
             True if the checkpoint is sealed; False also if this is not known, because ``wait`` is False.
 
         Raises:
-            HoldfastError: with ``wait``: the state cannot be read, or not be written (StoreWriteError).
+            HoldfastError: only with ``wait``. The state cannot be read, or cannot be written (StoreWriteError).
         """
         if self.root is None:
             return False
@@ -353,9 +354,9 @@ class Checkpointer:
         return False
 
     def _done(self, save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
-        """Report ``result``, this rank's written share or the error. After a sealed save, remove old checkpoints.
+        """Report ``result``, a written share or the error, to the controller. Once sealed, remove old checkpoints.
 
-        In a background save, a thread of the saver calls this method.
+        In a background save, the thread that waits for the writer process calls this method.
         """
         self._report(save_id, result)
         if not isinstance(result, WrittenShare):
@@ -369,7 +370,7 @@ class Checkpointer:
         self._tidy(prune=result.sealed)
 
     def _abandon(self, save_id: SaveId) -> None:
-        """Give up a save because this rank could not write its share, and try to remove its files."""
+        """Give up a save because this rank could not write its share. Try to remove the files of that save."""
         self._wrecks.append(save_id)
         self._tidy(prune=False)
 
@@ -413,7 +414,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ last-gasp
 
     def carry_out(self, command: CarryOut) -> None:
-        """Carry out an order of a decision: send digests, serve the state, check a kept state, or save. Task thread."""
+        """In the task thread, follow an order: send digests, serve the state, check a kept state, or save."""
         client, order = self._rank.client, command.order
         assert client is not None and self._giver is not None
         match order.kind:
@@ -438,7 +439,7 @@ class Checkpointer:
             log.error("holdfast: this rank cannot give its state: %s", error)
 
     def _vouch(self, client: WorkerClient, settle: Settle, frozen: bool) -> None:
-        """Send layout and digests of the state that this rank will save or give (``frozen``: see :meth:`_to_give`)."""
+        """Send layout and digests of the state to save or give; ``frozen``: that of the start of an aborted block."""
         copies: tuple[CopyDigest, ...] = ()
         try:
             self._require_weights()
@@ -488,7 +489,7 @@ class Checkpointer:
         return not (away and isinstance(adapter, KnowsWeights) and not adapter.holds_weights())
 
     def _require_weights(self) -> None:
-        """Check that the model holds the trained weights. Raises: StateError."""
+        """Check that the model holds the trained weights. Raises: StateError: it holds other weights."""
         if not self.holds_weights():
             reason, hint = other_weights(self._rank.step)
             raise StateError(reason, hint=hint)
@@ -520,13 +521,13 @@ class Checkpointer:
         )  # fmt: skip
 
     def _wrote(self, size_bytes: int) -> None:
-        """Show that ``size_bytes`` of a last-gasp are written, and check that the model holds the trained weights."""
+        """Count ``size_bytes`` of a last-gasp as progress, and check that the model holds the trained weights."""
         if self._rank.client is not None:
             self._rank.client.moved(size_bytes)
         self._require_weights()
 
     def rescue(self, frozen: bool) -> None:
-        """Save the last committed step in a process without a launcher that an exception is about to end.
+        """Save the last committed step before an exception ends this process. With an agent, do nothing.
 
         Args:
             frozen: save the state of the start of an aborted block.

@@ -3,19 +3,20 @@
 Theory. If only one rank holds a box, the loss of that rank is the loss of the box. So each rank copies its whole state
 (tensors, plain values, data position) into the run's shared memory (``store/shared_memory/memory_slots.py``). Such a
 copy is called a *kept state*. It is made before the status page shows the step as committed, so the process that
-replaces the rank finds the state of exactly that step. With N above 1, all ranks go back to the newest step that every
-rank has in the tier, and run the later steps again. The surviving processes do this without a restart.
+replaces the rank finds the state of exactly that step. With N above 1, after a loss all ranks go back to the newest
+step that every rank has in the tier, and run the later steps again. The surviving processes do this without a restart.
 
 Without an N (``AUTO``), the tier is on if some box has only one holder. A rank can then afford a copy if the last copy
-took less than the fraction ``SHARE`` of the time since: at every step if copies are cheap, otherwise less often. Each
+took less than the fraction ``SHARE`` of the time since that copy. So only cheap copies are made at every step. Each
 rank votes whether it can afford a copy (``core/worker/vote.py``). All ranks keep the state of a step if all can.
 
 Invariants:
 1. All ranks keep the states of the same steps.
-2. If the state of step s is kept, READY(s) is shown only when that state is in memory. Changes that the script makes
-   after the block belong to this state. They are added (the state is *amended*) when the script asks for the next step
-   (``after_block.py``). From then on the kept state is *whole*. With several nodes only whole states are reported,
-   given and loaded. On one node a rank sees whether another rank has amended its state.
+2. If the state of step s is kept, the status page shows READY(s), which means that s steps are committed, only when
+   that state is in memory. Changes that the script makes after the block belong to this state. They are added (the
+   state is *amended*) when the script asks for the next step (``after_block.py``). From then on the kept state is
+   *whole*. With several nodes only whole states are reported, given and loaded. On one node, a state that is not whole
+   is also loaded if no other rank has amended its state.
 3. A lack of shared memory ends the tier with a warning, and never the training.
 """
 
@@ -72,7 +73,7 @@ class MemoryTier:
         rank: protocol state of this rank, with the layouts of all ranks.
         adapter: the framework.
         directory: the directory of the run's shared memory; None: no agent outlives this process.
-        every: steps between two kept states; 0: nothing is kept; AUTO: see the module.
+        every: steps between two kept states; 0: nothing is kept; AUTO: as often as copies are cheap.
         values: returns the plain values common to all ranks, given the collected state and its step.
         locals_: returns the rank-local values.
         pull: function (rank, step) that fetches a kept state from another node, and returns False if no node has it.
@@ -109,7 +110,7 @@ class MemoryTier:
         self.know_rank()
 
     def know_rank(self) -> None:
-        """Open the shared memory of the adapter's rank. A spare calls this again when it gets its rank."""
+        """Open the shared memory of this rank. A spare calls this method again when it gets its rank."""
         self._slots = None if self._directory is None else Slots(self._directory, self._adapter.rank)
         self._record.know(self._directory if self.on else None, self._adapter.rank)
 
@@ -123,7 +124,7 @@ class MemoryTier:
         return () if self._slots is None else self._slots.steps(whole=self._pull is not None)
 
     def start(self, step: int) -> None:
-        """Begin or go back to ``step``: drop the kept states of other steps, and keep this one if it is due."""
+        """Begin at ``step`` or go back to it. Drop the kept states of other steps, and keep that of ``step`` if due."""
         if self._slots is None:
             return
         self._stamped = None
@@ -139,9 +140,9 @@ class MemoryTier:
             self._slots.finish()
 
     def due(self, step: int) -> bool:
-        """Return whether this rank votes to keep its state of ``step``: it is due, or affordable with AUTO.
+        """Return whether this rank votes to keep its state of ``step``: a copy is due, or (AUTO) affordable.
 
-        With several nodes, the previous kept state must first have arrived on another node.
+        AUTO: no interval is given. With several nodes, the previous kept state must first have arrived on another node.
         """
         if not self._said or (self.on and self._rank.catalogue_version > self._version):
             self._look()
@@ -266,11 +267,11 @@ class MemoryTier:
             return
 
     def require_replayable(self, step: int) -> None:
-        """Check that only updates have made this rank's weights of ``step``, not the script. Raises: StateError."""
+        """Check that only optimizer updates have changed this rank's weights before ``step``. Raises: StateError."""
         self._record.require_undisturbed(step)
 
     def replay(self, step: int) -> Collected:
-        """Load the newest kept state from which the log leads to ``step``, and make the later updates again.
+        """Load the newest kept state from which the gradient log leads to ``step``. Make the later updates again.
 
         Returns:
             The state. Weights and optimizer state are those of ``step``; all other values are those of the kept state.
@@ -345,7 +346,7 @@ class MemoryTier:
         On one node, these changes may be missing if no other rank has amended its kept state.
 
         Raises:
-            CheckpointInvalid: the changes are missing. The kept state is dropped, and all ranks go back further.
+            CheckpointInvalid: the changes are missing. The kept state is dropped. All ranks go back to an earlier one.
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}
@@ -379,7 +380,7 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | Non
         alone: some box of the state has only one holder.
         size_bytes: size of the boxes that only this rank holds.
         every: steps between two kept states; 0: none; AUTO: as often as time allows.
-        unlogged: the reason why updates since the kept state are not logged; empty: they are; None: not known.
+        unlogged: why updates since the kept state are not logged; empty: they are logged; None: not known.
     """
     if not alone:
         return "every part of the state is on 2 ranks or more: a lost worker costs no step"

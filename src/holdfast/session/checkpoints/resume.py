@@ -8,7 +8,7 @@ the ranks try the next older candidate. Each rejected candidate is logged with i
 
 An empty checkpoint directory (the *root*) means a fresh start, which is logged in one line. A root in which no save was
 ever finished also means a fresh start, because a host may lose its power during the first save. A root with finished
-saves of which none is valid is an error, because that run expects to continue.
+saves of which none is valid is an error, because the user expects the saved run to continue.
 
 Invariants:
 1. No rank leaves the search alone: all ranks know the result of each rank before any rank starts, stops or tries the
@@ -67,7 +67,8 @@ class Resumed(NamedTuple):
         step: number of committed updates in the state.
         session: plain values of the session, equal on all ranks.
         local: rank-local values of this rank.
-        begun: the block of ``step`` had begun, so the state includes the effect of the code before the block.
+        begun: the earlier process had begun the block of ``step``, so the state includes the effect of the code
+            before that block.
     """
 
     path: Place
@@ -108,7 +109,8 @@ def candidates(
         restarted: this process is a restart within the run.
 
     Raises:
-        UsageError, NothingToResume, StoreUnreachable: see ``store.manage.checkpoint_root.find``.
+        UsageError, NothingToResume, StoreUnreachable: ``resume`` names no place, a place without a valid checkpoint, or
+            a place that cannot be read.
     """
     own: tuple[Place, ...] = ()
     place = None if root is None else Root(root)
@@ -168,7 +170,7 @@ def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> d
 
 
 def _named(resume: str) -> Found:
-    """Return the checkpoint that ``resume`` names. Raises the errors of ``store.manage.checkpoint_root.find``."""
+    """Return the checkpoint that ``resume`` names. Raises: UsageError, NothingToResume, StoreUnreachable."""
     try:
         return find(resume)
     except UsageError as error:
@@ -178,7 +180,7 @@ def _named(resume: str) -> Found:
 
 
 def _warn_of_others(root: Root) -> None:
-    """Warn at a fresh start if ``root`` has checkpoints of other runs: ``resume="auto"`` takes the highest step."""
+    """Warn at a fresh start if ``root`` has other runs' checkpoints, which ``resume="auto"`` may later take."""
     names = root.names()
     if names:
         log.warning(
@@ -190,7 +192,7 @@ def _warn_of_others(root: Root) -> None:
 
 
 def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
-    """Warn if an unrelated run has written a checkpoint after the first of ``valid``, which has the highest step."""
+    """Warn if an unrelated run wrote a checkpoint later than the first of ``valid``, which has the highest step."""
     if len({v.save_id.run for v in valid if v.save_id}) < 2:
         return
     chosen = valid[0]
@@ -221,7 +223,7 @@ class ResumeSearch:
 
     Args:
         adapter: the framework.
-        client: the connection over which rank 0 sends the list to the other ranks; None in a job of one process.
+        client: the connection over which rank 0 sends its list of candidates to all ranks; None: one process.
         agree: returns the elementwise sum of a list of ints over all ranks.
         remember: loads this rank's state of a step from the memory tier. Raises CheckpointInvalid if it cannot.
     """
@@ -293,7 +295,7 @@ class ResumeSearch:
 
         Raises:
             UsageError: rank 0 runs on the same host with another checkpoint directory, so that no checkpoint would ever
-                have the shares of all ranks. Or ``look`` has failed on rank 0.
+                have the shares of all ranks. Or ``look``, which lists the candidates, has failed on rank 0.
             NothingToResume: rank 0 has not sent the list within ``LIST_TIMEOUT_S``.
         """
         if self._adapter.world_size == 1:
@@ -334,7 +336,7 @@ class ResumeSearch:
         return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
     def _names_of_all(self) -> frozenset[str]:
-        """Return the names of the tensors that all ranks of this job have built; those of pipeline stages differ."""
+        """Return the names of the tensors of all ranks together. Pipeline stages have different tensors."""
         own = sorted(frozenset().union(*_built(self._adapter)))
         client = self._client
         if client is None:

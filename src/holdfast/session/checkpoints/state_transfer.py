@@ -51,7 +51,7 @@ class MemoryTierQuery(Protocol):
         """Check this rank's state of ``step`` in memory. Raises: CheckpointInvalid: it is missing or damaged."""
 
     def require_replayable(self, step: int) -> None:
-        """Check that only updates have made this rank's weights of ``step``, not the script. Raises: StateError."""
+        """Check that only optimizer updates have changed this rank's weights before ``step``. Raises: StateError."""
 
 
 class StateSource:
@@ -82,7 +82,7 @@ class StateSource:
         )
 
     def check_kept(self, settle: Settle) -> None:
-        """Check this rank's state in the memory tier to which all ranks go back, and report the result. Task thread."""
+        """In the task thread, check this rank's kept state, to which all ranks go back. Report the result."""
         try:
             self._memory.verify(settle.rewind)
         except CheckpointInvalid as error:
@@ -169,7 +169,7 @@ def take_over(
     If the state in memory is invalid, report this, and wait for the order to leave: the function does not return.
 
     Raises:
-        CheckpointMismatch, CheckpointInvalid, PeerLost: see :func:`take`.
+        CheckpointMismatch: the model differs. CheckpointInvalid: malformed values. PeerLost: a box has no holder.
     """
     if not (order.kept or order.replays):
         return take(adapter, client, order)
@@ -189,7 +189,7 @@ def take(
 
     Args:
         order: the order of the controller, with the addresses and layouts of the survivors.
-        again: state that this newcomer has made again from the memory tier, for boxes that no survivor holds.
+        again: state made again by logged updates on a kept state, for boxes that no survivor holds; None: not made.
 
     Raises:
         CheckpointMismatch: this process has built another model than the process it replaces.
@@ -231,7 +231,7 @@ def take(
 
 
 def _put(want: Wanted, adapter: StateAdapter, again: Collected | None) -> None:
-    """Fill the box ``want``, which no survivor holds, from ``again``. Raises: CheckpointInvalid: no update makes it."""
+    """Fill the box ``want``, which no survivor holds, from ``again``. Raises: CheckpointInvalid: ``again`` lacks it."""
     if again is None or not (isinstance(adapter, LogsUpdates) and adapter.updates.rebuilds(want.fqn)):
         raise CheckpointInvalid(f"no survivor holds {want.fqn}{want.box}, and no update makes it")
     made = again.view(want.fqn, want.box)
@@ -248,7 +248,7 @@ def _holders(
 
     Args:
         catalogue: the tensors of all ranks.
-        places: tensor names and boxes.
+        places: the boxes to look up, each with its tensor name.
         rank: the rank of this newcomer, and of the lost process.
         sources: the ranks that serve their state.
     """

@@ -2,13 +2,15 @@
 
 Theory. When a rank is lost, some ranks may have run the code before the block (a step of a schedule, a recorded score)
 and others not. A newcomer that will run this code needs the state from before it. A newcomer that will not run the code
-needs the state from after it. The newcomer does not run the code if the lost rank had begun the block, and the
-survivors give a state from after the code. A survivor that waits at its block has run the code, and gives such a state.
-A survivor that still runs the code, or has not received the step, gives the state from before the code.
+needs the state from after it. The newcomer does not run the code under two conditions: the lost rank had begun the
+block, and the survivors give a state from after the code. A survivor that waits at its block has run the code, and
+gives such a state. A survivor that still runs the code, or has not got the step from its loop, gives the state from
+before the code.
 
-The boxes of one newcomer come from several survivors. If the code changes state that ``Adapter.remember`` copies, these
-boxes could come from two different states. So a survivor that has run the code, and whose state the code has changed,
-does not give its state. All ranks then restart at this step from the state before the code, and run the code again.
+The boxes of one newcomer come from several survivors. If the code changes state that was copied before it
+(``Adapter.remember``), these boxes could come from two different states. So a survivor that has run the code, and whose
+state the code has changed, does not give its state. All ranks then restart at this step from the state before the code,
+and run the code again.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class TransferSnapshot:
     def _differ(self, one: Collected, other: Collected) -> bool:
         """Return whether two states differ in data that a script may change before a block.
 
-        These are plain values, single numbers of optimizers, tensors of the user's state, and buffers.
+        These are plain values, optimizer tensors of one element, tensors of the user's state, and buffers.
         """
         if encode_values(one.values) != encode_values(other.values):
             return True

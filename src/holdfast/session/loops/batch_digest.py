@@ -12,7 +12,8 @@ batch that is drawn again because its block has changed it is also compared.
 Invariants:
 1. A difference raises an error before the block of the next step begins.
 2. Nothing is compared if the number of ranks has changed, because the ranks then draw other batches. A feed with
-   ``local_state`` cannot be sent back, so only the step in flight is compared.
+   ``local_state`` (a position that only this rank knows) cannot move to an earlier position. The batches of such a feed
+   are compared only if their step runs again.
 
 The digest covers a sample of each tensor (``frameworks/torch/data/batch_digest.py``). It detects another batch, but may
 miss one flipped pixel.
@@ -50,11 +51,11 @@ class Drawn:
         self._loader: Any = None
 
     def begin(self, loader: Any) -> None:
-        """Set the loader of the loop that begins. Messages name this loader."""
+        """Set the loader of the loop that begins, for the text of errors."""
         self._loader = loader
 
     def stand_at(self, record: Plain) -> None:
-        """Take over the record of the earlier process. None: there is none, or it is of a job of another size."""
+        """Take over the record of the earlier process. None: no record, or from a job with another number of ranks."""
         self.record = self._expected = record if isinstance(record, dict) else None
 
     def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:

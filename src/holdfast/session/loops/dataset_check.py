@@ -3,9 +3,9 @@
 Theory. Ranks that share a sampler must have the same dataset. A rank with a shorter dataset would end its epoch
 earlier, and some samples would be used twice or never. The rank that first opens a loop publishes the identity of its
 dataset, and all other ranks compare theirs with it. This needs no collective, so a newcomer can compare alone. Ranks
-without a common sampler may have different data, but not different numbers of samples. Otherwise an epoch ends at
-another step on each rank, which causes one warning. A difference from the checkpoint may be intended (more data), so it
-only causes a warning.
+without a common sampler may have different data, but not different numbers of samples. With different numbers an epoch
+ends at different steps on the ranks, which causes one warning. A difference from the checkpoint may be intended (more
+data), so it only causes a warning.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
     """Warn if the checkpoint was written with another dataset.
 
     Args:
-        saved: length and content of the dataset, from the checkpoint; any other value: not known.
+        saved: length and content digest of the dataset, from the checkpoint; any other value: not known.
         now: the identity of the present dataset.
     """
     if not isinstance(saved, list) or len(saved) != 2:

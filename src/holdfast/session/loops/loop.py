@@ -1,8 +1,9 @@
 """The loops of a script over its steps: the next batch, and the position of the job in its loops and data.
 
 Theory. A script may have several loops one after the other. The *place* of the job is the number of the loop and the
-position of its feed. A process that starts again runs the script again. Loops before the saved one yield nothing, and
-the saved loop seeks its position. When the job goes back without a restart, the open loop also seeks.
+position of its feed. A process that starts again runs the script again. The loop in the loaded place (the *saved loop*)
+seeks its position, and the loops before it yield nothing. When the job goes back without a restart, the open loop also
+seeks.
 
 A restarted process also runs the code between two loops again (a scheduler's step after an epoch), although the loaded
 state already includes the effect of that code. So learning rates, schedulers, buffers and the user's state are restored
@@ -13,7 +14,7 @@ began and ends, and a process that joins the loop later uses that end.
 
 Invariants:
 1. A step that runs again gets the same batch.
-2. A loop is left only when no recovery is under way, or when the loop could not go back anyway. A rank that leaves a
+2. A loop is left only when no recovery is under way, or when the loop could not rewind anyway. A rank that leaves a
    loop with ``break`` reports that it can no longer rewind.
 3. All ranks run the code before the block of a step on the same state. A rank that has begun the block records this in
    its rank-local values. A process that replaces only this rank does not run the code again. If all ranks restart, or
@@ -61,7 +62,7 @@ log = logging.getLogger("holdfast")
 
 
 _OF_THE_SCRIPT = {"own": "s.own", "attached": "what s.attach keeps"}
-"""Rank-local values that the script has given, with their names in messages."""
+"""Rank-local values that the script has given, with their names in warnings and errors."""
 
 
 def without_room(local: Mapping[str, Plain], size_bytes: int) -> str:
@@ -94,12 +95,13 @@ class Loops:
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
-        parts: number of ranks whose work this rank does, itself included. Each step has as many batches here.
+        parts: number of ranks whose work this rank does, itself included. It draws one batch for each of them per step.
         tier: the memory tier. If it is on, the job may go back to an earlier step within a loop that has a feed.
         verify_data: compare the drawn batches with those that the earlier process drew.
 
     Attributes:
-        place: the place of the job: a dict with number (``loop``), data position (``at``), bound and turns of its loop.
+        place: the place of the job: a dict with number (``loop``), data position (``at``), begin and end
+            (``bound``) of its loop, and the finished turns.
         walk: the position of the script among its epochs and phases.
         local: the rank-local values of the last committed step.
         mine: the rank-local values that the script sets itself: ``Session.own`` and attached objects.
@@ -156,7 +158,7 @@ class Loops:
         Args:
             session, local: plain values of the session, equal on all ranks, and rank-local values.
             begun: the earlier process had begun the block of the loaded step.
-            before: the processes that were in the saved loop before this one.
+            before: the processes that were in the loop of the loaded place before this process.
         """
         self._before = before
         self.place = dict(session.get("place", {"loop": -1}))
@@ -178,7 +180,7 @@ class Loops:
         self._tried = int(session.get("step", 0)) - (not begun)
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """Go back, within the open loop, to the place of an earlier step. Arguments: see :meth:`stand_at`."""
+        """Go back, within the open loop, to an earlier step. Arguments: the values saved with it (:meth:`stand_at`)."""
         loop, turns = self.place["loop"], self.walk.record
         self.stand_at(session, local)
         self.walk.stand_at(turns)  # the open loop stays open, and so does its turn
@@ -206,7 +208,7 @@ class Loops:
         """Return an iterator over the steps of the next loop of the script.
 
         Args:
-            loader, epochs, until, batches: see ``Session.steps``; None in ``epochs`` and ``until``: no limit.
+            loader, epochs, until, batches: arguments of ``Session.steps``; None in ``epochs`` and ``until``: no limit.
             after_block: the work after a block. The loop ends early when all ranks have agreed to leave.
             blocks: runs the blocks of the steps.
         """
@@ -281,14 +283,14 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """Record that the script does not return to a loop that it has left early. A newcomer would join that loop."""
+        """Record, when the script ends, that it does not return to a loop left early, which a newcomer would enter."""
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
 
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
 
-        If this is not ``certain``, an exception may have left the loop instead: then do nothing if a fault is known.
+        ``certain`` False: an exception may have ended the loop instead. Then do nothing if a fault is known.
         """
         if certain or not (self._adapter.poisoned or self._rank.fenced):
             self.place["left"] = True
@@ -332,7 +334,7 @@ class Loops:
 
     @property
     def strays(self) -> bool:
-        """True if a newcomer would join a loop that the script has left."""
+        """True if the script has left a loop that a newcomer would enter."""
         return self._rank.script.unfinished and not self.place.get("left", False)
 
     def fall(self) -> None:
@@ -369,21 +371,24 @@ class Loops:
         self._adapter.remember(self._rank.step, whole=self.walk.inside)
 
     def pass_over(self) -> None:
-        """Skip a loop that the job has finished. The loaded state already includes the effect of code after it."""
+        """Skip a loop that the job has finished. First copy the state, to undo the effect of code after the loop."""
         if not self._passed_over:
             self._passed_over = True
             self._adapter.begin(self._rank.step)
         self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _come_in(self) -> None:
-        """Open the job's present loop. Undo the changes that code after skipped loops has made to the state."""
+        """Open the job's present loop. If loops were skipped, undo the changes by the code after them.
+
+        The loaded state already includes the effect of that code.
+        """
         if self._passed_over:
             self._passed_over = False
             self._adapter.abort()
         self._rank.moved(ScriptEvent.LOOP_OPENED)
 
     def _say_what_it_is(self) -> None:
-        """Write dataset and bound of the open loop, and the bound of the first loop, into the place of the job."""
+        """Write dataset, begin and end of the open loop, and those of the first loop, into the place of the job."""
         if self.place["loop"] == 0:
             self._first = self._bound
         self.place.update(data=self._data, bound=self._bound, first=self._first, over=False)
@@ -423,7 +428,7 @@ class Loops:
         self._tell_share(at, feed.place())
 
     def _tell_share(self, then: Mapping[str, int], now: Mapping[str, int]) -> None:
-        """Warn if a step has another number of samples now than in the checkpoint, by the data positions of both."""
+        """Warn if the data positions ``then`` (of the checkpoint) and ``now`` have different samples per step."""
         if "share" not in then or "share" not in now:
             return
         before, here = then["share"] * self._parts_then, now["share"] * self._parts
@@ -476,7 +481,7 @@ class Loops:
                 )
 
     def _draw(self) -> bool:
-        """Draw the batches of this step, one for each rank whose work this rank does. Return False if none is left."""
+        """Draw the batches of this step, one for each rank whose work this rank does. Return False at their end."""
         if self._drawn == self._rank.step:
             return True
         before = {} if self._feed is None else self._feed.place()
@@ -489,7 +494,7 @@ class Loops:
         return bool(batches)
 
     def _draw_again(self) -> None:
-        """Draw the batches of this step again, because the block has changed them. Raises: StepError, DataError."""
+        """Draw the batches again, as the block has changed them. Raises: StepError, DataError: other batches came."""
         feed = self._feed
         if feed is None:
             return

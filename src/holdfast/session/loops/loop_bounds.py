@@ -10,9 +10,9 @@ this is not the open loop.
 A script may also resume as it did before Holdfast (``for epoch in range(s.step // steps_per_epoch, epochs)``), and
 leave out the finished loops. Loops are identified by their number. So the first loop of such a script would be taken
 for a finished one, and yield nothing. The code after it (an evaluation, a scheduler's step) would run in the middle of
-an epoch, and each further loop would be taken for the one before it. The check compares the end of the script's first
-loop with the job's first loop. In such a script this end is after the current step, but at another distance from it
-than the length of the job's first loop.
+an epoch, and each further loop would be taken for the one before it. So the end of the script's first loop is compared
+with the bound of the job's first loop. In such a script this end is after the current step, but at another distance
+from it than the length of the job's first loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENDLESS = 2**62
 
 
 class LoopMembers(Enum):
-    """The processes that were in the saved loop before this process."""
+    """The processes that were in the open loop of the loaded state before this process."""
 
     SURVIVORS = "survivors"  # surviving processes of this run, which are in the loop now
     THIS_RUN = "this run"  # processes of this run, all of which have started again
@@ -51,7 +51,7 @@ class LoopMembers(Enum):
 
 
 def before_of(name: str, run: str, *, joining: bool) -> LoopMembers:
-    """Return which processes were in the saved loop before this process.
+    """Return which processes were in the open loop of the loaded state before this process.
 
     Args:
         name: directory name of the loaded checkpoint, or of another source of the state.
@@ -73,7 +73,7 @@ def bound_of(
     *,
     counts_from_here: bool = False,
 ) -> Bound:
-    """Return the bound, in this process, of a loop that was open in the loaded state.
+    """Return the bound (steps of begin and end), in this process, of a loop that was open in the loaded state.
 
     Args:
         loop: number of the loop in the script.
@@ -114,7 +114,7 @@ def counted_from_here(here: int, until: int | None, first: Bound) -> bool:
     Args:
         here: the current step.
         until: the argument ``until`` of the first loop in this process.
-        first: the bound of the first loop of the job.
+        first: the steps at which the first loop of the job began and ended.
 
     Raises:
         UsageError: ``until`` is after ``here``, but is not the end of ``first``, and its distance from ``here`` is not

@@ -6,8 +6,8 @@ values contains no class and no code, so it can be sent and saved. The values ar
 containers and inner objects stay the same Python objects. A ``defaultdict`` makes missing entries by its factory.
 
 A copy consists of dicts, lists and single values. A tuple in the copy marks other kinds of content:
-``("object", attributes)``, ``("tuple", items)``, or ``("scalar", (dtype, number))`` for a NumPy number, as schedules
-have them.
+``("object", attributes)``, ``("tuple", items)``, or ``("scalar", (dtype, number))`` for a NumPy number (learning rate
+schedules hold such numbers).
 
 Invariants:
 1. ``put_back(live, plain_copy(live))`` changes nothing.
@@ -145,7 +145,7 @@ def _fill(
     *,
     all_of_it: bool,
 ) -> None:
-    """Put the copied values ``kept`` into ``into``, a dict or the attributes of an object.
+    """Write the copied values ``kept`` to the dict ``into``, which may be the ``__dict__`` of an object.
 
     Args:
         factory: the factory of a ``defaultdict``, which makes a missing container or object; None: there is none.

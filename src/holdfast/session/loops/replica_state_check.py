@@ -151,9 +151,9 @@ def published(client: WorkerClient, key: str) -> list[Said]:
 
 
 def spoken(said: Said, size_bytes_max: int) -> bytes:
-    """Return the line of JSON that this rank publishes.
+    """Return the digests ``said`` as the line of JSON that this rank publishes.
 
-    If the line would be longer than ``size_bytes_max``, one digest replaces all names of items, and one all buffers.
+    If that line is longer than ``size_bytes_max``, return a line with one digest of all items and one of all buffers.
     """
     line = f"{json.dumps(said)}\n".encode()
     if len(line) <= size_bytes_max:

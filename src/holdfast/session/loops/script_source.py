@@ -8,6 +8,7 @@ around the session itself is ignored, because it makes a new session in each pas
 A generator is closed when the iterator of its loop is dropped. After ``break`` and ``return`` a separate instruction
 drops it; after an exception the current instruction is the one that raised. Each instruction also has its range in the
 source text. If the range of one call contains the range of another, the outer call takes the result of the inner one.
+This shows an ``enumerate`` around the steps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def counted(caller: FrameType) -> bool:
 
 
 def leaves(caller: FrameType) -> bool:
-    """Return True if ``break`` or ``return`` ends a loop over a generator; False: an exception does, or not known.
+    """Return True if ``break`` or ``return`` ends a loop over a generator; False: an exception ends it, or not known.
 
     Args:
         caller: the frame with the loop, which is now closing the generator.

@@ -4,14 +4,14 @@ Theory. A *part* is one ``s.epochs(N)`` or one phase. A *turn* is one epoch, or 
 starts again runs the script again, and must skip the turns that the job has finished. So each part has a key, its
 *way*: the path of numbers that leads through the enclosing parts and turns to this part. Each part has a record with
 two main values: the number of its turns that the whole job has finished, and the number of the next loop over steps.
-With these values a process begins in the middle as if it had run from the start. The loops over steps are numbered in
-the order of the script. Skipped loops are also counted.
+With these values a process begins in the middle of the script as if it had run from the start. The loops over steps are
+numbered in the order of the script. Skipped loops are also counted.
 
 A *slot* is a place for one loop over steps: the session outside of all parts, or one turn. A slot has only one loop,
 because the session could not skip the code between two loops.
 
-Life of the data: records are made in a running job. They are a part of the place of the job in each state that is
-saved or given (``place["turns"]``). Records of parts inside a turn are dropped when that turn has ended.
+Life of the data: records are made in a running job. They are a part of the place of the job in each state that is saved
+or given (``place["turns"]``). Records of parts inside a turn are dropped when that turn has ended.
 
 Invariants:
 1. A record is never changed, only replaced, because another thread may be encoding it for a save.
@@ -40,7 +40,7 @@ class LoopSlot:
 
     Attributes:
         way: key of the turn; empty for the session.
-        title: name of the slot in messages.
+        title: name of the slot in error messages.
         parts: number of parts that the script has begun in this slot.
         has_loop: the script has begun a loop over steps in this slot.
     """
@@ -74,7 +74,7 @@ class ScriptPart:
 
     @property
     def title(self) -> str:
-        """Name of the open turn in messages."""
+        """Name of the open turn in error messages."""
         return f"epoch {self.done}" if self.kind == "epochs" else self.kind
 
 

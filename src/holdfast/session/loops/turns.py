@@ -2,13 +2,13 @@
 
 Theory. The code after the loop over steps in an epoch (an evaluation, a file of the epoch) belongs to the epoch. An
 epoch is finished when all ranks have run that code. Only then the next epoch begins. All ranks agree on the end of the
-epoch with one vote. Until the vote, a saved or given state is that of the end of the loop, from copies that were made
-there. If a rank is lost before the vote, a newcomer runs the code after the loop again, and the other ranks wait at the
-end of the epoch. After the vote no rank runs that code again.
+epoch with one vote. Until the vote, a rank saves or gives the state of the end of the loop, from copies that were made
+at that time. If a rank is lost before the vote, a newcomer runs the code after the loop again, and the other ranks wait
+at the end of the epoch. After the vote no rank runs that code again.
 
 A vote may complete on one rank and break on another. Then the controller decides whether the turn is finished. Each
 rank answers the fence with its known number of finished turns. The highest number is right, because the rank with that
-number has seen the votes of all ranks (``Settled.turns``, ``Settle.turns``).
+number has seen the votes of all ranks. The numbers are in ``Settled.turns``, and the decision is in ``Settle.turns``.
 
 ``break`` out of a part ends that part for the job. A generator that is closed cannot distinguish ``break`` from an
 exception. So the ranks agree on the end of the part when the script next calls the session. After an exception the
@@ -113,7 +113,7 @@ class Turns:
         rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
-        """If the job has opened a later loop, skip the code before that loop: its effect is in the loaded state."""
+        """If the job has opened a later loop, note that the effect of the code before that loop must be undone."""
         if self._loops.place["loop"] >= self._loops.walk.loops:
             self._loops.pass_over()
 

@@ -30,7 +30,7 @@ from holdfast.frameworks.common.optional_abilities import MarksTensors
 
 
 class _Given(NamedTuple):
-    """A tensor that a block was given, its place in the batch, and its mark when it was given."""
+    """A tensor that a block was given, its place in the batch, and its mark at that time: writes change the mark."""
 
     place: Place
     tensor: Any

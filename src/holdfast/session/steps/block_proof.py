@@ -1,14 +1,14 @@
 """The proof of a block: a second run on the same state, batch and random numbers must compute the same bits.
 
-Theory. A fault, a resume and a rehearsal run a block again, so exact results need a block that repeats. A script breaks
-this if it carries state from one block to the next in a variable (a batch that is drawn ahead, a counter, a generator).
-A run without faults does not show the error. So the first block of each process, and one in ``every`` steps, is
-checked. A *check run* is a run of the block that has no effect. It ends where the block would vote. Its collectives
-complete on local data, so that no rank needs to know whether another rank checks. In a job of several ranks, two check
-runs are compared, and then the block runs for the job. In a job of one process, one check run is compared with the run
-for the job. The results (gradients, buffers, declared state) are compared by digests. If they differ, two more check
-runs use deterministic algorithms. Kernels that add in any order then give equal results. An impure block still gives
-different results, and is refused before it has made an update.
+Theory. A fault, a resume and a rehearsal run a block again, so exact results need a block that repeats its results. A
+script breaks this if it carries state from one block to the next in a variable (a batch that is drawn ahead, a counter,
+a generator). A run without faults does not show the error. So the first block of each process, and one in ``every``
+steps, is checked. A *check run* is a run of the block that has no effect. It ends where the block would vote. Its
+collectives complete on local data, so that no rank needs to know whether another rank checks. In a job of several
+ranks, two check runs are compared, and then the block runs for the job. In a job of one process, one check run is
+compared with the run for the job. The results (gradients, buffers, declared state) are compared by digests. If they
+differ, two more check runs use deterministic algorithms. Kernels that add in any order then give equal results. An
+impure block still gives different results, and is refused before it has made an update.
 
 Invariants:
 1. A check run changes nothing: its effects are undone like those of an aborted step.
@@ -86,8 +86,8 @@ class Prover:
         """Take digests of the state before a run of the block of ``step``, if a check is due.
 
         Args:
-            joining: this process is a newcomer that has not joined. Its search for undeclared state then waits, because
-                the other ranks wait for this process.
+            joining: this process is a newcomer that has not joined. Its search for undeclared state comes later,
+                because the other ranks wait for this process.
 
         Raises:
             UsageError: the script changes state that the session does not have (:class:`UndeclaredState`).
@@ -133,7 +133,7 @@ class Prover:
         return self._checked == step.number
 
     def excuses(self, step: Step, error: BaseException) -> bool:
-        """Return whether ``error`` may come from missing data of peers in a check run. The run then proves nothing."""
+        """Return whether missing data of peers in a check run may explain ``error``. If so, the run proves nothing."""
         adapter = self._due(step)
         if adapter is None or self._alone or not isinstance(error, Exception | SystemExit):
             return False
@@ -188,7 +188,7 @@ class Prover:
         """Raise or warn after four check runs. The first two differ; the last two used deterministic algorithms.
 
         Raises:
-            ImpureBlockError: the block does not repeat.
+            ImpureBlockError: the block does not repeat its results.
         """
         first, second, third, fourth = proofs
         self._passed(step)
@@ -240,7 +240,7 @@ class _Variables(NamedTuple):
     Attributes:
         plain: bools, numbers and strings by name, including attributes of ``self``.
         inner: bools, numbers and strings in attributes of other objects, by ``name.attribute``: for example the
-            position of a loader that the script has written.
+            position in a loader class of the script.
         drawing: names of iterators and random generators.
     """
 

@@ -21,9 +21,9 @@ class BlockTimer:
         self._waited_ns += max(0, until_ns - max(since_ns, self._started_ns))
 
     def busy_ns(self, at_ns: int) -> int:
-        """Return the nanoseconds from the begin of the open block to ``at_ns`` without its waits; at least 1."""
+        """Return the nanoseconds from the start of the open block to ``at_ns``, without waits; at least 1."""
         return max(at_ns - self._started_ns - self._waited_ns, 1)
 
     def since_begin_ns(self) -> int:
-        """Return the nanoseconds since the begin of the open block, including its waits."""
+        """Return the nanoseconds since the start of the open block, including its waits."""
         return time.monotonic_ns() - self._started_ns

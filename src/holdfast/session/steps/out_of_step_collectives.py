@@ -4,15 +4,15 @@ Theory. All ranks together run the script's code before the block of a step, or 
 evaluation that sums over all ranks. A newcomer reaches this code alone, because the other ranks have passed it or wait
 for the newcomer. If collectives used only its own data, the newcomer would silently compute another result than the
 other ranks: another learning rate, or another early stop. So the newcomer does not join, and reports the collective.
-All ranks then restart at this step and run the code together. If a script runs such code again with its block (without
-``if not step.again``), it gets a warning.
+All ranks then restart at this step and run the code together. If the script runs such code again with its block,
+without ``if not step.again``, a warning is logged.
 
 A barrier returns no data, so it is allowed where the code runs again. The lost rank had then begun the block, and no
 other rank waits in the barrier. Where the code runs for the first time, a barrier is guarded like other collectives.
-Otherwise a survivor that has not received the step yet would later wait in that barrier for ever.
+Otherwise a survivor that has not got the step from its loop yet would later wait in that barrier for ever.
 
 A framework that drives the loop may make collectives during its setup, because they give the same results at each
-start. An integration restores the position of such a framework, which includes the work due between two steps.
+start. An integration also restores such a framework's own position, with its work that is due between two steps.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ agent, even while the main thread waits in a collective. The task thread carries
 use one state machine (``core.worker.worker_machine.WorkerMachine``, called *the machine* here) under one lock. The
 machine has the state of the step, the position of the script and the orders that wait. Only the machine is
 authoritative; the status page shows its state to other processes. This module makes no decision of the protocol: it
-passes messages and reports to the machine, and executes the resulting commands. The main thread blocks until the
-machine lets it continue.
+passes messages and events to the machine, and executes the resulting commands. The main thread blocks until the machine
+lets it continue.
 
 Invariants:
-1. The status page shows UPDATE(s) before a weight changes, and READY(s+1) only after the block has ended.
+1. The status page shows UPDATE(s), the update of step s, before a weight changes. It shows READY(s+1) only after the
+   block has ended.
 2. Commands that send a message are executed under the lock, so messages are sent in the order of the commands.
 3. Each wait of the main thread for the control plane ends. Either an order comes, or agent and launcher are gone and
    the process ends.
@@ -145,7 +146,7 @@ class StepParticipant:
         return NO_MEMBER if self.client is None else self.client.member_id
 
     def take_place(self, generation: Generation) -> None:
-        """Make this process, a spare that was called, a newcomer of ``generation`` that has just started."""
+        """Make this process, a spare that was called, a newcomer that starts in ``generation``."""
         with self.changed:
             self._worker.take_place(self.member_id, generation)
             self.machine = self._worker.steps
@@ -220,7 +221,7 @@ class StepParticipant:
             self._report(ADVANCED if event is None else Advanced(event))
 
     def moved(self, event: ScriptEvent, *, again: bool = False) -> None:
-        """Apply ``event`` to the position of the script. Arguments and errors: see :meth:`ScriptMachine.handle`."""
+        """Apply ``event`` to the position of the script; ``again``: the code before the block has already run."""
         with self.changed:
             self.script.handle(event, again=again)
             self._advanced(event)
@@ -258,7 +259,10 @@ class StepParticipant:
     # ------------------------------------------------------------------ client thread
 
     def connect(self, calls: ParticipantCalls) -> None:
-        """Register the handlers for messages of the agent. They and the task thread call the functions in ``calls``."""
+        """Register the handlers for messages of the agent.
+
+        The handlers and the task thread call the session's functions in ``calls``.
+        """
         self._tasks.calls = calls
         client = self.client
         if client is None:
@@ -508,7 +512,7 @@ class StepParticipant:
         self.await_resume()
 
     def take_step(self) -> bool:
-        """Fix the next step of the loop. Return False after a recovery, which may have changed the next step."""
+        """Record that the script takes the next step. Return False after a recovery, which may change that step."""
         with self.changed:
             if not self.fenced:
                 self.script.handle(ScriptEvent.STEP_TAKEN)

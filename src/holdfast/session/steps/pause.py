@@ -35,7 +35,7 @@ class Pause:
         return self._machine.asks(self._rank.machine.generation)
 
     def wait(self) -> None:
-        """Wait, after a vote that made all ranks stop, for the fence or the end of the stop: ``HOLD_S`` at most."""
+        """After a vote that stops all ranks, wait for the fence or the end of the stop, at most ``HOLD_S`` seconds."""
         rank = self._rank
         if rank.client is None:
             return

@@ -50,7 +50,7 @@ class Recomputation:
     Args:
         adapter: the framework.
         every: steps between two checks; 0: none.
-        batch_of: returns the batch that the copy of the given number draws for the open step. Raises LookupError if
+        batch_of: returns the batch that a model replica (by number) draws for the open step. Raises LookupError if
             the batch is not known.
 
     Raises:
@@ -104,7 +104,7 @@ class Recomputation:
         self._ran[offset] = None if gradients is None else Ran(batch, gradients)
 
     def excuses(self, error: BaseException) -> bool:
-        """Return whether ``error`` came in a check run, in which the data of peers is missing. The run is dropped."""
+        """Return whether ``error`` came in a check run, which lacks data of peers. If so, drop that run's result."""
         if self._running is None or not isinstance(error, Exception):
             return False
         log.debug("holdfast: the block of another rank cannot be run here: %s", error)
@@ -167,9 +167,9 @@ class Recomputation:
         return True
 
     def seed(self, step: Step) -> None:
-        """Seed the random numbers of the block as the copy whose batch it gets would seed them.
+        """Seed the random numbers of the block as the model replica that draws the given batch would seed them.
 
-        This is done in a check run, and in the run for the job if a batch of another copy was drawn before.
+        This is done in a check run, and in the run for the job if a batch of another replica was drawn before.
         """
         others = self._others
         if others is not None and (self._running is not None or self._drew):

@@ -73,7 +73,7 @@ class Verifier:
     def slice(self, step: int) -> tuple[int, int]:
         """Return, for the ballot of ``step``, the number of the comparison plan and the digest of this step's slice.
 
-        Both are 0 while the layouts of the other ranks are not known.
+        The plan divides the state into slices. Both are 0 while the layouts of the other ranks are not known.
         """
         if not self.active:
             return 0, 0
@@ -138,7 +138,7 @@ class Verifier:
             raise
 
     def _comparing(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """Return this rank's ballot, with the digest of all its copies if ``compares`` and layouts are known."""
+        """Return this rank's ballot, with the digest of all its copies if ``compares`` is set and layouts are known."""
         said = Ballot(step=step, between=True, save=collected is None)
         if collected is None or not compares:
             return said
@@ -175,7 +175,7 @@ class Verifier:
 
         Args:
             collected: the state.
-            slices: None: all state of which other ranks hold copies.
+            slices: the parts of the state to digest; None: all state of which other ranks hold copies.
         """
         if slices is None:
             self._refresh()

@@ -59,7 +59,7 @@ class Sections:
                 rank.enter(Phase.READY)
 
     def pass_by(self, step: int, *, tell: bool) -> None:
-        """Warn about a section that an earlier process did not finish, because the next step is committed without it.
+        """When the next step is committed, warn about a section that an earlier process has begun and not finished.
 
         Also called at the end of the training. Afterwards the section is forgotten.
 

@@ -75,9 +75,9 @@ class StepOwner(Protocol):
 
 
 class BlockAbilities(NamedTuple):
-    """The optional abilities of an adapter that blocks use, each as the adapter itself; None: it lacks the ability.
+    """The optional interfaces of adapters that blocks use: an entry is the adapter, or None if it lacks the interface.
 
-    The abilities are found once per session, because ``isinstance`` with a protocol takes 10 to 50 microseconds.
+    The entries are found once per session, because ``isinstance`` with a protocol takes 10 to 50 microseconds.
 
     Attributes:
         tentative: names of the optimizers whose updates communicate, and so are made before the vote.
@@ -245,7 +245,7 @@ class StepRunner:
         owner: the session.
         finite: the check of gradients for inf and nan.
         verify: arguments ``verify_block`` and ``verify_ranks`` of the session: steps between two checks that a block
-            repeats in this process, and on other ranks; 0: no check.
+            repeats its results in this process, and on other ranks; 0: no check.
     """
 
     def __init__(
@@ -432,7 +432,7 @@ class StepRunner:
     # ------------------------------------------------------------------ vote
 
     def _vote(self, step: Step, optimizer: str = "") -> None:
-        """Vote on the update of ``step``, and return if it may be made. Raises: StepAborted: it must not.
+        """Vote on the update of ``step``. Return normally if the update may be made. Raises: StepAborted: it must not.
 
         Args:
             optimizer: the optimizer that is about to step; empty: the vote is at the end of the block.
@@ -575,7 +575,11 @@ class StepRunner:
         self._owner.after_ready(step, self._tally)
 
     def redo(self) -> None:
-        """Abort the open block and begin it again, for a framework with the update in its graph. Raises: StepError."""
+        """Abort the open block and begin it again, for a framework that computes the update in its graph.
+
+        Raises:
+            StepError: no block is open.
+        """
         step = self._current
         if step is None:
             raise StepError(

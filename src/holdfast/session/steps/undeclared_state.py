@@ -82,7 +82,7 @@ class UndeclaredState:
 
 
 def number_of_look(since: int) -> int | None:
-    """Return the index, among three, of the search due ``since`` steps after the first search; None: none is due."""
+    """Return which of three searches is due ``since`` steps after the first one: 0, 1 or 2; None: no search is due."""
     if since < LOOKS:
         return since
     begin = 1 << (since.bit_length() - 1) // GROWTH_BITS * GROWTH_BITS

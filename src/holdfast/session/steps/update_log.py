@@ -70,7 +70,7 @@ class UpdateRecord:
         self._since_s = 0.0
 
     def know(self, directory: Path | None, rank: int) -> None:
-        """Open the log of ``rank`` in ``directory`` of shared memory. With None, nothing is logged."""
+        """Open the log of ``rank`` in the shared memory at ``directory``. Without a directory, nothing is logged."""
         self._directory = directory
         if self._updates is None:
             self.why_not = "this framework logs no updates"
@@ -111,7 +111,7 @@ class UpdateRecord:
         """Begin the log at ``step``.
 
         Args:
-            replayed: this process has just made the updates of the log again, so the log stays.
+            replayed: this process has just made the updates of the log again, so the log is not removed.
         """
         self._foretold, self._changed_at, self._since_s = -1, -1, 0.0
         if self._log is not None:
@@ -197,7 +197,10 @@ class UpdateRecord:
             self._foretold = step
 
     def _measure(self, began_s: float) -> None:
-        """Add the cost since ``began_s``. Stop a log that costs more than ``SHARE``, if the user gave no interval."""
+        """Add the time since ``began_s`` to the cost of the log.
+
+        If the user gave no interval, remove a log that takes more than the fraction ``SHARE`` of the run time.
+        """
         now_s = time.monotonic()
         if not self._since_s or self._foretold >= 0:
             self._noted, self._cost_s, self._since_s = 0, 0.0, now_s

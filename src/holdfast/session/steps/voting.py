@@ -45,7 +45,7 @@ class VoteCaster:
         self._telling = threading.Lock()  # a survivor publishes from the task thread as well
 
     def cast(self, ballot: Ballot) -> Tally:
-        """Vote with all ranks, and return the tally. If the tally requires it, first publish this rank's layout.
+        """Vote with all ranks, publish this rank's layout if the tally requires that, and return the tally.
 
         Raises:
             PeerLost: the vote broke.
