@@ -192,7 +192,7 @@ class Pool(Closes):
 
 
 class PoolReader:
-    """The writer's read-only view of the memory that it shares with the worker. It is mapped again if it has grown."""
+    """The writer's read-only view of the memory that it shares with the worker. A view of grown memory is extended."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -202,7 +202,7 @@ class PoolReader:
         """Return the decoded :class:`SaveJob` whose offset and size in the pool are in ``order``.
 
         Raises:
-            InternalError: the range is outside of the pool, or has no :class:`SaveJob`.
+            InternalError: the range is outside of the pool, or its bytes are no :class:`SaveJob`.
         """
         if self._map is None or len(self._map) != order.pool_size_bytes:
             self._map = None
