@@ -45,7 +45,7 @@ class DirectFile:
         self.direct = os.major(os.fstat(fd).st_dev) != 0 and self._switch(on=True)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset``, which must be the end of the data of the previous call (first: 0).
+        """Write ``data`` at ``offset``, which must be the end of the data of the previous call (first call: 0).
 
         Raises:
             StoreWriteError: disk full, size limit reached, input/output error.

@@ -223,7 +223,7 @@ class FaultyStore:
         return FaultyAttempt(self, name)
 
     def create(self, name: str) -> FaultyAttempt:
-        """Open an attempt, and make it if it is missing. This counts as one write."""
+        """Open an attempt, and make it if it is missing. Each call counts as one write."""
         self.spend(self.path / name)
         self.files.setdefault(name, {})
         self.durable.setdefault(name, {})
@@ -245,5 +245,5 @@ class FaultyStore:
         """Do nothing: a removal in memory cannot be interrupted."""
 
     def probe(self) -> None:
-        """Test whether the store can be written: this counts as one write, and may fail like any other."""
+        """Test whether the store can be written: the test counts as one write, and may fail like any other write."""
         self.spend(self.path)

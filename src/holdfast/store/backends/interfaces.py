@@ -6,8 +6,8 @@ only this in common. So the interface has no rename, lock or append, only the op
 and pruning.
 
 Invariants of every store:
-1. When :meth:`Attempt.write`, :meth:`Attempt.create` (not ``later``) or :meth:`Attempt.sync` has returned, the files
-   survive a loss of power.
+1. When :meth:`Attempt.write`, :meth:`Attempt.create` (without ``later``) or :meth:`Attempt.sync` has returned, the
+   files survive a loss of power.
 2. Missing or damaged files raise :class:`CheckpointInvalid`, failed writes :class:`StoreWriteError`. A store that
    cannot be reached raises :class:`StoreUnreachable`, also for a single file. A store that this process has no right to
    read raises :class:`StoreDenied`. The errors name the path or URL.
@@ -158,7 +158,7 @@ class Attempt(Closes, Protocol):
     ) -> AbstractContextManager[Put]:
         """Yield a function that writes a new file piece by piece.
 
-        The file appears at the end of the ``with`` block, or in :meth:`publish`.
+        The file appears at the end of the ``with`` block, or when :meth:`publish` is called.
 
         Args:
             name: the name of the file.

@@ -102,7 +102,7 @@ class LocalAttempt(Directory):
 
     @contextlib.contextmanager
     def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
-        """Yield a function that writes a new file piece by piece. The file appears in :meth:`publish`."""
+        """Yield a function that writes a new file piece by piece. The file appears when :meth:`publish` is called."""
         path = self.path / name
         with self.temporary(name, owner, later=True) as fd:
             if direct:

@@ -197,7 +197,7 @@ class Bucket:
         return found
 
     def folders(self) -> list[str]:
-        """Return the first name of each key that consists of several names, without duplicates.
+        """Return the first component of each key that has a slash, without duplicates.
 
         Raises:
             StoreUnreachable: the server could not be reached, or refused the request.

@@ -138,7 +138,7 @@ def shard_name(rank: int, index: int) -> str:
 
 
 def attempt_key(name: str) -> tuple[int, int, int, int, str] | None:
-    """Return (step, term, n, attempt number, run id) from the directory name of an attempt; None for another name.
+    """Return (step, term and n of the generation, attempt number, run id) from an attempt's directory name, or None.
 
     The keys of newer attempts sort higher.
     """
@@ -182,7 +182,7 @@ def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
     """Decode a rank manifest from the bytes of its file, and check it. Return the manifest and its digest.
 
     Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
+        CheckpointInvalid: names ``where`` (the path) and the broken rule.
     """
     body, digest = unwrap(data, where)
     manifest = _decode(body, where)

@@ -103,7 +103,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Declaration(msgspec.Struct, frozen=True):
-    """A rank's layout in the form that is sent: the table ``tensors``, and the cells and boxes that its rows refer to.
+    """A rank's layout as a message contains it: the table ``tensors``, and the cells and boxes that its rows refer to.
 
     Ranks that cut the same tensors in the same way have the same table.
     """
@@ -151,7 +151,7 @@ class RankLayout(msgspec.Struct, frozen=True):
     world: int
 
     def declaration(self) -> Declaration:
-        """Return this layout in the form that is sent. A box without elements is dropped, unless its tensor has none.
+        """Return this layout as a message contains it. A box without elements is dropped, unless its tensor has none.
 
         Raises:
             StateError: unknown dtype, a box of other dimensions than its tensor, or a box that is not its cell
@@ -352,7 +352,7 @@ class _VersionedCatalogue(msgspec.Struct):
 
 
 class _Own(msgspec.Struct):
-    """A declaration without its table of tensors, as it is sent."""
+    """The first JSON text of a declaration: all but the table of tensors."""
 
     rank: int
     world: int
@@ -499,7 +499,7 @@ def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
 def _numbered(
     world: int, absent: tuple[int, ...], tensors: Mapping[str, tuple[str, Shape, Grid]]
 ) -> Catalogue:
-    """Return the catalogue: tensors sorted by name, each distinct grid once, grids in the order of their first use."""
+    """Return the catalogue of ``tensors``, sorted by name, with each distinct grid once, in the order of first use."""
     numbers: dict[Grid, int] = {}
     same: dict[int, int] = {}  # a grid is large, so it is hashed once and not per tensor
     entries: list[TensorEntry] = []

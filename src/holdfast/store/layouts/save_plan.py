@@ -104,7 +104,7 @@ def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Save
 
     Args:
         catalogue: all tensors and their holders, including dead ranks.
-        sources: ranks that can write (living and sound).
+        sources: living ranks with an intact state, which can write it.
         copies: number of ranks that write each box; fewer if the box has fewer holders.
 
     Raises:
@@ -148,7 +148,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
     def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
-        """Return for each box the number of the group of living ranks that hold it; -1: no living rank does."""
+        """Return, per box of ``held``, the number of the group of living ranks that hold the box; -1: no such rank."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
             groups[place] = self._group(ranks)

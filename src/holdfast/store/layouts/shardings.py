@@ -119,7 +119,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _steps(self) -> Integers:
-        """The cuts as an array of shape [depth, dimensions, cells, (parts, index)]; (1, 0) where a cell has no cut."""
+        """The steps of all cells: an array [step, dimension, cell, (parts, index)]; (1, 0) where a cell has no step."""
         depth = max((len(steps) for cell in self.cells for steps in cell.cuts), default=0)
         steps = np.zeros((depth, len(self.cells[0].cuts), len(self.cells), 2), np.int64)
         steps[..., 0] = 1

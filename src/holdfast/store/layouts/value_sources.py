@@ -1,9 +1,10 @@
 """The choice of the ranks whose plain values (values that are not tensors) a rank loads from a checkpoint.
 
 Theory. Most plain values are the same on all ranks. But optimizer state is named by the parameters that a rank holds,
-which differ between pipeline stages. So a rank first loads the values of the rank that held most of its tensors in the
-checkpoint. Of several such ranks it prefers the rank with its own number. Further ranks follow for the remaining
-tensors. If the job has as many stages as when it saved, one rank is enough. With fewer stages several ranks are needed.
+which differ between pipeline stages. So a loading rank takes the values of the saved rank that held most tensors of the
+loading rank. If several saved ranks held equally many, the rank with the same number is preferred. Further ranks follow
+for the remaining tensors. If the job has as many stages as the saved job, one rank is enough. With fewer stages several
+ranks are needed.
 """
 
 from __future__ import annotations

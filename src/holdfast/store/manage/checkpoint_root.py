@@ -99,7 +99,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """The result of pruning: the removed attempts, and for attempts kept although no policy keeps them, the reason."""
+    """The result of pruning: the removed attempts, and the reason for each attempt that is kept without a policy."""
 
     removed: tuple[str, ...]
     spared: dict[str, str]
@@ -276,7 +276,7 @@ class Root:
         }
 
     def written_last(self, valid: Sequence[Validity]) -> Validity:
-        """Return the checkpoint that was written last, of each run's newest. Its step may not be the highest.
+        """Return the last written of the newest checkpoints of all runs. Another run may have a higher step.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the age of a checkpoint cannot be read.

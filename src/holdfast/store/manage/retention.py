@@ -144,7 +144,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """The facts on which a save policy decides, when the ranks vote on a step.
 
     Attributes:
-        step: the number of updates, this step included. A save of this moment would have this step.
+        step: the number of updates, this step included. A save would get this number as its step.
         since_steps, since_s: steps and seconds since the last save (or the start of the session).
         stall_s: seconds by which a recent save delayed training; 0 before the first save.
         durable_s: seconds until a recent save was on disk; 0 before the first save.

@@ -418,7 +418,7 @@ def _is_there(_offset: int, _piece: memoryview) -> bool:
 
 
 def _buffer(read: Read, at: int, scratch: memoryview) -> memoryview:
-    """Return the buffer for the bytes of a read: the target itself, or the scratch buffer from offset ``at``."""
+    """Return the buffer for the bytes of a read: a part of the target's buffer, or of the scratch buffer at ``at``."""
     return scratch[at : at + read.size_bytes] if read.into is None else read.into
 
 
@@ -443,7 +443,7 @@ def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]
 
 
 def _settle(file: SourceFile, read: Read, data: memoryview, wrong: Sequence[int]) -> list[_Bad]:
-    """Copy the intact extents of a read from the scratch buffer to the targets. Return the others as failed reads."""
+    """Copy the intact extents of a read from the scratch buffer to the targets. Return failed reads of the others."""
     if read.into is None:
         _scatter_sound(read, data, wrong)
     return [_Bad(cut, _why(file, cut)) for cut in (read.cut(n, n + 1) for n in wrong)]

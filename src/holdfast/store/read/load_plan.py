@@ -93,7 +93,7 @@ _Run: TypeAlias = tuple[int, int, Sequence[tuple[LoadTarget, Box]], int | None]
 
 
 def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterator[_Run]:
-    """Yield the extents that ``pieces`` need, in runs: neighbours for the same pieces that are read in the same way."""
+    """Yield runs: neighbouring extents that the same ``pieces`` (target, region) need, and that are read in one way."""
     box, item = stored.record.box, DTYPE_SIZE_BYTES[stored.record.dtype]
     each, count = stored.extent_size_bytes // item, len(stored.record.digests)
     if len(pieces) > 1:
@@ -180,7 +180,7 @@ def in_order(reads: list[Read]) -> list[Read]:
 
 
 def batches_of(reads: Sequence[Read], limit_bytes: int) -> list[list[Read]]:
-    """Group reads of adjacent bytes of one file into batches of at most ``limit_bytes``, each read with one call."""
+    """Group reads of adjacent bytes of one file into batches of at most ``limit_bytes``. One call reads a batch."""
     batches: list[list[Read]] = []
     size_bytes = 0
     for read in reads:

@@ -89,7 +89,7 @@ class UpdateLog:
     Args:
         directory: a directory in shared memory.
         rank: the rank whose updates the log holds.
-        entries: number of entries of the ring.
+        entries: number of entries of the ring, each with one update.
     """
 
     def __init__(self, directory: Path, rank: int, entries: int) -> None:
@@ -176,9 +176,7 @@ def log_path(directory: Path, rank: int) -> Path:
 def reachable(directory: Path, rank: int, states: Sequence[int]) -> tuple[int, ...]:
     """Return the steps (ascending) whose states the log of ``rank`` can compute from the states of other steps.
 
-    ``states`` are the steps of the kept states.
-
-    Only the markers of the update log are read, and no data is verified.
+    ``states`` are the steps of the kept states. Only the markers of the log are read, and no data is verified.
     """
     path = log_path(directory, rank)
     form = _form_of(path)

@@ -56,7 +56,7 @@ class TensorSource(Protocol):
     """A provider of the bytes of the boxes that this rank declared."""
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the C-contiguous bytes of exactly this box. They must not change before the save returns."""
+        """Return the C-contiguous bytes of exactly this box. The bytes must not change before the save returns."""
 
 
 @runtime_checkable
@@ -81,7 +81,7 @@ class ByteRun(Protocol):
 class WrittenShare(msgspec.Struct, frozen=True):
     """The result of writing one share.
 
-    ``sealed``: this rank found the shares of all ranks, and has sealed the checkpoint.
+    ``sealed``: True if this rank found the shares of all ranks, and has sealed the checkpoint.
     """
 
     sealed: bool
@@ -252,7 +252,7 @@ class _Share:
         return files, records
 
     def measure(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
-        """Return the manifest's entries, as :meth:`write` does, but only hash the bytes in memory, and write nothing."""
+        """Return the manifest's entries, as :meth:`write` does. Hash the bytes in memory, and write nothing."""
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
