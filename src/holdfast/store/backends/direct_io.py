@@ -1,10 +1,10 @@
 """Writes past the page cache, so that a background save takes little processor time and memory from the training.
 
 Theory. A buffered write copies the data into the page cache, and waits there for the dirty pages of all processes. On a
-busy machine this wait is most of the time. With O_DIRECT the disk reads from the memory of this process. The memory
-address, the file offset and the length must then be multiples of 4096 bytes. Data with such an address and offset is
-written directly from its memory. Other data is copied through one small aligned buffer. The last write is padded to
-4096 bytes, and the file is then truncated to its size.
+busy machine this wait takes most of a write's time. With O_DIRECT the disk reads from the memory of this process. The
+memory address, the file offset and the length must then be multiples of 4096 bytes. Data with such an address and
+offset is written directly from its memory. Other data is copied through one small aligned buffer. The last write is
+padded to 4096 bytes, and the file is then truncated to its size.
 
 Invariants:
 1. After :meth:`DirectFile.finish` the file holds exactly the bytes given to :meth:`DirectFile.put`, in the order of the
@@ -45,10 +45,10 @@ class DirectFile:
         self.direct = os.major(os.fstat(fd).st_dev) != 0 and self._switch(on=True)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset``, which must be the end of the data of the previous call.
+        """Write ``data`` at ``offset``, which must be the end of the data of the previous call (first call: 0).
 
         Raises:
-            StoreWriteError: disk full, limit reached, input/output error.
+            StoreWriteError: disk full, size limit reached, input/output error.
         """
         if offset != self._offset + self._held:
             raise InternalError(f"{self._path}: {offset} does not follow {self._offset + self._held}")
@@ -75,7 +75,7 @@ class DirectFile:
         """Write the bytes that are still in the buffer, and truncate the file to its real size.
 
         Raises:
-            StoreWriteError: disk full, limit reached, input/output error.
+            StoreWriteError: disk full, size limit reached, input/output error.
         """
         if self._held:
             size_bytes = self._offset + self._held

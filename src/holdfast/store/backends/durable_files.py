@@ -1,15 +1,15 @@
 """Directories of a checkpoint: durable writes, and reads that never leave the directory.
 
 Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the directory.
-Files that are published together share the waits for the disk. First the contents of all files are synced, then the
+Files that are published together wait for the disk only once. First the contents of all files are synced, then the
 files are renamed in their order, then the directory is synced. All access uses the descriptor of the opened directory
 and names without a slash. No symbolic link is followed below the directory. So a hostile manifest or a swapped link
 cannot lead to a file outside of the directory.
 
 Invariants:
-1. A name that does not start with a dot exists only with its complete, durable content.
-2. Files have mode 0600 and directories 0700, including a root that this module makes. Files for other programs follow
-   the umask.
+1. A file whose name does not start with a dot has its complete, durable content.
+2. Files have mode 0600 and directories 0700, including a checkpoint root that this module makes. Files for other
+   programs (``SHARED``) follow the umask.
 3. Public functions convert ``OSError``, except :func:`make_root` and :func:`sync_directory`. A write raises
    :class:`StoreWriteError`. A read raises :class:`CheckpointInvalid`, or :class:`StoreUnreachable` if the error says
    nothing about the file. All errors name the path.
@@ -86,8 +86,8 @@ def writing(path: Place | str) -> Iterator[None]:
 def reading(path: Place | str) -> Iterator[None]:
     """Convert an ``OSError`` in the ``with`` block into an error that names ``path``.
 
-    It is :class:`StoreDenied` without the right to read, :class:`StoreUnreachable` if a machine cannot read now, and
-    otherwise :class:`CheckpointInvalid`.
+    The new error is :class:`StoreDenied` if this process has no right to read, :class:`StoreUnreachable` if this
+    machine or a file server cannot read now, and otherwise :class:`CheckpointInvalid`.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def mode_of(path: Path) -> int | None:
 
 
 def _whose(path: Path) -> str:
-    """Return text with the user id of this process, and the owner and mode of ``path`` or its nearest known parent."""
+    """Return text for an error: the user id of this process, and the owner and mode of ``path`` or a parent."""
     asks = f"this process runs as uid {os.geteuid()}"
     for there in (path.absolute(), *path.absolute().parents):
         with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ class Directory(Closes):
         """Lock the directory, without waiting. Return False if another process holds a conflicting lock.
 
         ``shared`` is True for a process that reads or writes the directory, and False for one that will remove it. The
-        lock is an advisory lock of this descriptor and ends with it. On a file system without locks, a shared lock
+        lock is an advisory lock and ends when the descriptor is closed. On a file system without locks, a shared lock
         always succeeds and an exclusive lock never does.
         """
         try:
@@ -334,9 +334,9 @@ class Directory(Closes):
         os.rename(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def _link(self, new: _New) -> bool:
-        """Give a temporary file its name by a hard link. Return False if the file system has no hard links.
+        """Give a temporary file its final name by a hard link. Return False if the file system has no hard links.
 
-        False also means that no file has the name, so that a rename replaces nothing.
+        After False no file has the final name, so the caller may rename the temporary file.
 
         Raises:
             FileExistsError: a file of this name exists.
@@ -366,7 +366,7 @@ def make_root(path: Path) -> None:
     """Make the root directory of checkpoints with mode 0700, if it is missing. ``OSError`` is not converted.
 
     Missing parents of the root follow the umask, as with ``mkdir -p -m 0700``, because they may serve other purposes.
-    The names of all directories that were missing are durable afterwards.
+    All directories that were made are durable afterwards.
     """
     path = path.absolute()
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
@@ -376,12 +376,12 @@ def make_root(path: Path) -> None:
 
 
 def new_owner(what: str) -> str:
-    """Return ``what`` with a random suffix: a unique text for the names of the temporary files of one command."""
+    """Return ``what`` with a random suffix, as the unique part of the names of a command's temporary files."""
     return f"{what}-{secrets.token_hex(8)}"
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in the directory ``path`` durable (fsync). ``OSError`` is not converted."""
+    """Make the file names in the directory ``path`` durable (fsync). ``OSError`` is not converted."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -393,7 +393,7 @@ def write_at(fd: int, offset: int, data: memoryview, path: Path) -> None:
     """Write all of ``data`` at ``offset`` of an open file, and start its transfer to the disk.
 
     Raises:
-        StoreWriteError: disk full, limit reached, input/output error.
+        StoreWriteError: disk full, size limit reached, input/output error.
     """
     with writing(path):
         done = 0

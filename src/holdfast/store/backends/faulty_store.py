@@ -1,8 +1,8 @@
 """A store of checkpoints in the memory of this process, with injected faults, for tests (also of other projects).
 
 The URL ``faulty://name`` finds the object ``FaultyStore("name", ...)`` as long as a test keeps a reference to it. Each
-piece written to a file, each file that appears and each sync is counted as one write. A test names the numbers of the
-writes that fail, and so can try a fault at every write. In a simulated power loss, a seeded random generator chooses
+piece written to a file, each file that appears and each sync is counted as one write. A test sets the numbers of the
+writes that fail, and so can try a fault at each write. In a simulated power loss, a seeded random generator chooses
 the unsynced files that are kept.
 """
 
@@ -79,7 +79,7 @@ class FaultyAttempt(Closes):
             self._held = False
 
     def hold(self) -> bool:
-        """Protect the attempt from removal until it is closed. Return False if it is already removed."""
+        """Protect the attempt from removal until :meth:`close`. Return False if the attempt is already removed."""
         if not self._held:
             self._store.held[self._name] = self._store.held.get(self._name, 0) + 1
             self._held = True
@@ -192,10 +192,10 @@ class FaultyStore:
             self.durable[name] = dict(self.files[name])
 
     def spend(self, path: Url, size_bytes: int = 0) -> None:
-        """Count one write of ``size_bytes`` bytes, and raise an error if a fault is set for it.
+        """Count one write of ``size_bytes`` bytes, and raise an error if this write must fail.
 
         Raises:
-            StoreWriteError: this write is set to fail; the error names ``path``.
+            StoreWriteError: the write is set to fail, or the store is full or read-only; the error names ``path``.
         """
         with self._lock:
             self.writes += 1
@@ -223,14 +223,14 @@ class FaultyStore:
         return FaultyAttempt(self, name)
 
     def create(self, name: str) -> FaultyAttempt:
-        """Open an attempt, and make it if it is missing. This counts as one write."""
+        """Open an attempt, and make it if it is missing. Each call counts as one write."""
         self.spend(self.path / name)
         self.files.setdefault(name, {})
         self.durable.setdefault(name, {})
         return FaultyAttempt(self, name)
 
     def age_s(self, name: str) -> float:
-        """Return infinity as the age of an attempt in seconds: every attempt counts as old."""
+        """Return infinity as the age of every attempt, so that a test can prune new attempts."""
         return float("inf")
 
     def remove(self, name: str) -> bool:
@@ -245,5 +245,5 @@ class FaultyStore:
         """Do nothing: a removal in memory cannot be interrupted."""
 
     def probe(self) -> None:
-        """Test whether the store can be written: this counts as one write, and may fail like any other."""
+        """Test whether the store can be written: the test counts as one write, and may fail like any other write."""
         self.spend(self.path)

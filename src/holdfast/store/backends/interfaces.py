@@ -2,15 +2,15 @@
 
 Theory. A :class:`Store` holds attempts (saves of one step), an :class:`Attempt` holds files with plain names. A file
 becomes visible whole or not at all, and is not changed in place after that. A file system and an object store have
-nothing else in common. So there is no rename, lock or append here, only the operations of saving, validating, loading
+only this in common. So the interface has no rename, lock or append, only the operations of saving, validating, loading
 and pruning.
 
 Invariants of every store:
-1. When :meth:`Attempt.write`, :meth:`Attempt.create` (not ``later``) or :meth:`Attempt.sync` has returned, the files
-   survive a loss of power.
+1. When :meth:`Attempt.write`, :meth:`Attempt.create` (without ``later``) or :meth:`Attempt.sync` has returned, the
+   files survive a loss of power.
 2. Missing or damaged files raise :class:`CheckpointInvalid`, failed writes :class:`StoreWriteError`. A store that
-   cannot be reached raises :class:`StoreUnreachable`, also for a single file. If this process has no right to read, it
-   raises :class:`StoreDenied`. The errors name the path or URL.
+   cannot be reached raises :class:`StoreUnreachable`, also for a single file. A store that this process has no right to
+   read raises :class:`StoreDenied`. The errors name the path or URL.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Cached(Protocol):
 class Attempt(Closes, Protocol):
     """The files of one attempt (a save of one step).
 
-    The argument ``owner`` of its methods is a text that differs between the processes that write one file name.
-    ``close`` ends the protection that ``hold`` began.
+    The argument ``owner`` of the methods is a text that differs between processes that may write a file of the same
+    name. ``close`` ends the protection that ``hold`` began.
     """
 
     @property
@@ -107,7 +107,7 @@ class Attempt(Closes, Protocol):
         """The number of small requests (for a manifest, a header) that should be in progress at the same time."""
 
     def hold(self) -> bool:
-        """Protect the attempt from removal until it is closed. Return False if another process is removing it."""
+        """Protect the attempt from removal until ``close``. Return False if another process is removing the attempt."""
 
     def names(self) -> list[str]:
         """Return the names of all finished files of the attempt, sorted.
@@ -148,7 +148,8 @@ class Attempt(Closes, Protocol):
         """Write a file unless one of this name exists. Return False if it exists.
 
         Args:
-            name, data, owner: as for :meth:`write`.
+            name, data: the name and the content of the file.
+            owner: text that differs between the processes that may write this file.
             later: True: the file need not appear before the next :meth:`publish` returns.
         """
 
@@ -157,10 +158,11 @@ class Attempt(Closes, Protocol):
     ) -> AbstractContextManager[Put]:
         """Yield a function that writes a new file piece by piece.
 
-        The file appears at the end of the ``with`` block, or in :meth:`publish`.
+        The file appears at the end of the ``with`` block, or when :meth:`publish` is called.
 
         Args:
-            name, owner: as for :meth:`write`.
+            name: the name of the file.
+            owner: text that differs between the processes that may write this file.
             size_bytes: total size of the file.
             direct: write past the page cache, in the order of the offsets. Only a local directory does this.
 
@@ -207,7 +209,7 @@ class Store(Protocol):
         """
 
     def create(self, name: str) -> Attempt:
-        """Open an attempt, and make it if it is missing. Its first :meth:`Attempt.sync` makes a new attempt durable.
+        """Open an attempt, and make it if it is missing. A new attempt is durable after its first :meth:`Attempt.sync`.
 
         Raises:
             StoreWriteError: the attempt cannot be made.
@@ -221,7 +223,7 @@ class Store(Protocol):
         """
 
     def remove(self, name: str) -> bool:
-        """Remove an attempt, which is at once no longer listed. Return False if another process reads or writes it.
+        """Remove an attempt, which :meth:`names` omits at once. Return False if another process reads or writes it.
 
         Raises:
             StoreWriteError: the attempt cannot be removed.

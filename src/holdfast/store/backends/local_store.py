@@ -1,7 +1,7 @@
-"""The store of checkpoints in a directory of this machine, or of a file server that it mounts.
+"""The store of checkpoints in a directory of this machine, or in a mounted directory of a file server.
 
-Theory. An attempt is a directory. Readers and writers hold an advisory lock on it. A removal begins with a rename, so
-that a half-removed attempt is never listed.
+Theory. An attempt is a directory. Readers and writers hold an advisory lock on it. A removal begins with a rename of
+the directory, so that a half-removed attempt is never listed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DOOMED_PREFIX = ".removing-"
 
 
 def threads_of_rank() -> int:
-    """Return the number of threads with which a rank reads or writes extents: the host's cores divided by its ranks."""
+    """Return the number of threads with which a rank reads or writes extents: cores / ranks of this host, 1 to 4."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local)))
 
@@ -74,8 +74,8 @@ class LocalAttempt(Directory):
     def hold(self) -> bool:
         """Lock the attempt against removal. Return False if another process is removing it.
 
-        A process that opened the directory before a removal can get the lock after the removal. So the path is also
-        compared with the opened directory.
+        A process that opened the directory before a removal can get the lock after the removal. So the method also
+        checks that the path is still this directory.
         """
         if not self.lock(shared=True):
             return False
@@ -102,7 +102,7 @@ class LocalAttempt(Directory):
 
     @contextlib.contextmanager
     def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
-        """Yield a function that writes a new file piece by piece. The file appears in :meth:`publish`."""
+        """Yield a function that writes a new file piece by piece. The file appears when :meth:`publish` is called."""
         path = self.path / name
         with self.temporary(name, owner, later=True) as fd:
             if direct:
@@ -164,7 +164,7 @@ class LocalStore:
         return True
 
     def sweep(self) -> None:
-        """Finish removals of attempts that a crash interrupted after the rename."""
+        """Finish removals of attempts that a crash interrupted after :meth:`remove` had renamed the directory."""
         with writing(self.path):
             for name in os.listdir(self.path):
                 if name.startswith(_DOOMED_PREFIX) and form.attempt_key(name.removeprefix(_DOOMED_PREFIX)):

@@ -1,7 +1,7 @@
 """The location of checkpoints: a path of this machine, or the URL of a store (``s3://bucket/prefix``).
 
 A path and a :class:`Url` both have the operator ``/``, the properties ``name`` and ``parent``, and a text form by
-``str``. Code that uses only these works with both.
+``str``. Code that uses only these members works with both types.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from holdfast.errors import UsageError
 
 ROOT_VARIABLE = "HOLDFAST_CHECKPOINT"
-"""Name of the environment variable for the location of checkpoints. Its value replaces the one in the script."""
+"""Name of the environment variable for the location of checkpoints. Its value replaces the location in the script."""
 SCHEMES = ("faulty", "s3")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _PART = re.compile(r"[A-Za-z0-9._-][A-Za-z0-9._=+-]*")
@@ -83,8 +83,8 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
     """Return the path or :class:`Url` of a location that a user named.
 
     Raises:
-        UsageError: the text is empty, a URL is invalid (see :meth:`Url.parse`), a URL has lost a slash in ``pathlib``,
-            or a path is no valid Unicode.
+        UsageError: the text is empty, a URL is invalid (see :meth:`Url.parse`), ``pathlib`` removed a slash
+            from a URL, or a path is no valid Unicode.
     """
     if isinstance(where, Url):
         return where
@@ -104,13 +104,17 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
 
 
 def absolute(where: Place | str | os.PathLike[str]) -> Place:
-    """Return the location that a user named, as an absolute path or a :class:`Url`. Errors: see :func:`place_of`."""
+    """Return the location that a user named, as an absolute path or a :class:`Url`.
+
+    Raises:
+        UsageError: the text is empty, a URL is invalid, or a path is no valid Unicode.
+    """
     place = place_of(where)
     return _sayable(place.absolute()) if isinstance(place, Path) else place
 
 
 def _sayable(path: Path) -> Path:
-    """Return ``path`` if messages and JSON can contain it.
+    """Return ``path`` unchanged, if messages and JSON can contain it.
 
     Raises:
         UsageError: ``path`` is no valid Unicode.

@@ -29,7 +29,7 @@ def open_store(where: Place | str | os.PathLike[str]) -> Store:
 
 
 def open_attempt(where: Place | str | os.PathLike[str]) -> Attempt:
-    """Open the attempt at a location. The attempt may have been renamed.
+    """Open the attempt at a location. A renamed attempt is opened as well.
 
     Raises:
         CheckpointInvalid: the attempt does not exist.

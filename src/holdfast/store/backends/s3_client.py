@@ -2,14 +2,14 @@
 
 Theory. The server shows an object whole or not at all, and a listing shows every object whose write was acknowledged
 (true of AWS since 2020, and of compatible servers). Creating an object that must not exist yet is one conditional
-request (``If-None-Match: *``). The client library repeats a request for ``RETRY_S`` seconds after lost connections,
-timeouts and 5xx answers. A failure after that is an error.
+request (``If-None-Match: *``). After lost connections, timeouts and 5xx answers the client library repeats a request,
+for at most 60 seconds (or ``HOLDFAST_S3_RETRY_S``). Then an error is raised.
 
 Invariants:
 1. Credentials come from the environment (AWS_*) or from the role of a container or machine, never from an argument. No
-   error message holds one.
+   error message contains credentials.
 2. "Not found" and "unreachable" are different errors: a server that cannot be reached never makes a checkpoint invalid.
-3. An upload takes memory for ``UPLOADS`` + 1 parts.
+3. An upload is sent in parts, and takes memory for ``UPLOADS`` + 1 parts.
 4. A connection without TLS is made to loopback only, unless AWS_ALLOW_HTTP permits others.
 """
 
@@ -197,7 +197,7 @@ class Bucket:
         return found
 
     def folders(self) -> list[str]:
-        """Return the first name of each key that consists of several names, without duplicates.
+        """Return the first component of each key that has a slash, without duplicates.
 
         Raises:
             StoreUnreachable: the server could not be reached, or refused the request.
@@ -269,7 +269,7 @@ def reason_of(error: Exception) -> tuple[str, str]:
 
 
 def _configuration() -> tuple[tuple[str, str], ...]:
-    """Return the environment variables that configure a client. A client is reused while they stay the same."""
+    """Return the environment variables that configure a client. A client is reused until one of them changes."""
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k == RETRY_VARIABLE))
 
 
@@ -292,10 +292,10 @@ def _retry_s(text: str) -> float:
 
 
 def _endpoint(said: Mapping[str, str]) -> str:
-    """Return the server's URL from the environment variables ``said``; empty if they name none.
+    """Return the server's URL from ``said`` (the environment variables); empty if no variable has a URL.
 
     Raises:
-        UsageError: the environment names no valid URL (the client library panics over some of them).
+        UsageError: the URL is not valid (the client library panics over some invalid URLs).
     """
     name = next((each for each in _ENDPOINTS if said.get(each)), "")
     if not name:

@@ -1,15 +1,15 @@
 """The store of checkpoints in a bucket of an S3-compatible server: ``s3://bucket/prefix``.
 
 Theory. An attempt consists of the objects below ``<root>/<name of the attempt>/``, named like the files of a directory.
-Objects appear whole, so nothing is renamed. Objects that must exist once (catalogue, manifests, seal) are created on
-the condition that they do not exist. S3 has no locks. A process that reads or writes an attempt writes a *lease*: an
-object that it writes again every ``LEASE_RENEW_S`` seconds. A process that removes an attempt first writes a *mark*,
-which is another object, and then looks for leases. A process that has written its lease then looks for the mark.
+Objects appear whole, so nothing is renamed. An object that must not be replaced (catalogue, manifest, seal) is created
+only if it does not exist. S3 has no locks. A process that reads or writes an attempt writes its *lease*, an
+object, every ``LEASE_RENEW_S`` seconds. A process that removes an attempt first writes a *mark*, which is another
+object, and then looks for leases. A process that has written its lease then looks for the mark.
 Listings and reads show all earlier writes, so at least one of the two processes sees the object of the other process.
 
 Invariants:
-1. A marked attempt is no longer listed. It is removed only when no lease younger than ``LEASE_EXPIRY_S`` exists. The
-   clocks of this machine and of the server may differ by 15 minutes (signatures allow no more).
+1. A marked attempt is no longer listed. It is removed only when every lease is older than ``LEASE_EXPIRY_S`` seconds.
+   The clocks of this machine and of the server may differ by 15 minutes (signatures allow no more).
 2. A removal deletes the seal, the manifests and the catalogue first, so that a half-removed attempt is never valid.
 3. Safety does not depend on leases. A reader whose lease was lost finds missing objects or wrong digests, and never
    accepts wrong data.
@@ -129,7 +129,7 @@ class S3Attempt(Closes):
         self._lease: Lease | None = None
 
     def close(self) -> None:
-        """Remove the lease of :meth:`hold`, if there is one."""
+        """Remove the lease that :meth:`hold` wrote, if any."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None

@@ -8,7 +8,7 @@ ever looked up, so reading executes nothing.
 Invariants:
 1. ``decode_values(encode_values(x))`` equals ``x`` with the same types. Exceptions: OrderedDict becomes dict, bytearray
    becomes bytes, and a subclass of a number type or of str becomes its base type.
-2. Every other value raises :class:`StateError` with the position of the value, e.g. ``values['scheduler']['fn']``.
+2. A value that cannot be encoded raises :class:`StateError` with its position, e.g. ``values['scheduler']['fn']``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Longer text takes long to parse, and Python refuses very long text.
 
 
 def encode_values(value: object, where: str = "values") -> bytes:
-    """Return compact JSON of a tree of plain values; ``where`` names its root in errors.
+    """Return compact JSON of a tree of plain values. Errors call the root of the tree ``where``.
 
     Raises:
         StateError: a value cannot be saved (the error names it), or the JSON has more than ``VALUES_SIZE_BYTES_MAX``
@@ -53,10 +53,10 @@ def encode_values(value: object, where: str = "values") -> bytes:
 
 
 def decode_values(data: bytes, where: str = "values") -> object:
-    """Return the tree of plain values that :func:`encode_values` encoded; ``where`` names its root in errors.
+    """Return the tree of plain values that :func:`encode_values` encoded. Errors call its root ``where``.
 
     Raises:
-        CheckpointInvalid: ``data`` is not such JSON; the error names the broken rule.
+        CheckpointInvalid: ``data`` is not the output of :func:`encode_values`; the error names the broken rule.
     """
     if len(data) > VALUES_SIZE_BYTES_MAX:
         raise CheckpointInvalid(f"{where}: {len(data)} bytes of JSON; the limit is {VALUES_SIZE_BYTES_MAX}")
@@ -71,10 +71,10 @@ def decode_values(data: bytes, where: str = "values") -> object:
 
 
 def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
-    """Return the dict that :func:`encode_values` encoded.
+    """Return the dict that :func:`encode_values` encoded. Errors call the dict ``where``.
 
     Raises:
-        CheckpointInvalid: ``data`` is not such JSON, or is not the JSON of a dict.
+        CheckpointInvalid: ``data`` is not the output of :func:`encode_values` for a dict.
     """
     value = decode_values(data, where)
     if not isinstance(value, dict):

@@ -3,11 +3,11 @@
 Theory. Every JSON file is an envelope ``{"digest":"<32 hex digits>","body":<body>}`` and a newline. The digest is
 xxh3-128 of the bytes of the body, so a flipped bit in a manifest is found like one in a tensor. Bodies are canonical
 (keys in the order of the structures here, no white space). The decoder encodes the decoded structure again and compares
-the bytes. This refuses duplicate and unknown keys at the price of one fast pass.
+the bytes. This comparison refuses duplicate and unknown keys, and takes little time.
 
 Invariants:
-1. Nothing is decoded before its digest matched and its size was below the limit.
-2. A decoded structure is internally consistent. ``validation.py`` checks whether the files agree with each other.
+1. A body is decoded only if its digest matches and its size is below the limit.
+2. A decoded structure contains no contradiction. ``validation.py`` checks whether the files agree with each other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class BoxRecord(msgspec.Struct, frozen=True):
-    """One stored box of a tensor, from byte ``start`` of ``files[file]`` on, and the xxh3-64 of each of its extents."""
+    """One stored box of a tensor, in the manifest's file ``files[file]`` from byte ``start`` on.
+
+    ``digests`` has the xxh3-64 of each extent of the box.
+    """
 
     fqn: str
     dtype: str
@@ -76,11 +79,11 @@ class BoxRecord(msgspec.Struct, frozen=True):
 
 
 class RankManifest(msgspec.Struct, frozen=True):
-    """The manifest of one rank: all that the rank wrote into a checkpoint. It is written after the rank's shards.
+    """The manifest of one rank: all that the rank wrote into a checkpoint. The rank's shard files are written first.
 
     Attributes:
         catalogue: digest of the catalogue.
-        writers: all ranks that take part in this save.
+        writers: all ranks that write a share of this save.
         copies: the number of ranks that write each box.
         values: the plain values common to all ranks, in the form of ``json_values.py``.
         locals: the plain values of single ranks, by rank (as text), in the same form.
@@ -135,7 +138,7 @@ def shard_name(rank: int, index: int) -> str:
 
 
 def attempt_key(name: str) -> tuple[int, int, int, int, str] | None:
-    """Return (step, term, n, attempt number, run id) from the directory name of an attempt; None for another name.
+    """Return (step, term and n of the generation, attempt number, run id) from an attempt's directory name, or None.
 
     The keys of newer attempts sort higher.
     """
@@ -144,7 +147,7 @@ def attempt_key(name: str) -> tuple[int, int, int, int, str] | None:
 
 
 def wrap(body: bytes) -> bytes:
-    """Return the bytes of a JSON file: ``body`` in its envelope."""
+    """Return the bytes of a JSON file: ``body`` in an envelope with its digest."""
     return _PREFIX + xxhash.xxh3_128_hexdigest(body).encode() + _MIDDLE + body + _SUFFIX
 
 
@@ -179,7 +182,7 @@ def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
     """Decode a rank manifest from the bytes of its file, and check it. Return the manifest and its digest.
 
     Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
+        CheckpointInvalid: names ``where`` (the path) and the broken rule.
     """
     body, digest = unwrap(data, where)
     manifest = _decode(body, where)
@@ -201,7 +204,7 @@ def _decode(body: bytes, where: str) -> RankManifest:
 
 
 def _check_manifest(manifest: RankManifest, where: str) -> None:
-    """Check the rules that one manifest must keep, without the other files."""
+    """Raise an error if a manifest breaks a rule that needs no other file."""
     if not 0 <= manifest.rank < manifest.world <= RANK_MAX + 1:
         refuse(where, f"rank {manifest.rank} of {manifest.world}")
     if not 0 < manifest.extent_size_bytes <= EXTENT_SIZE_BYTES_MAX or manifest.extent_size_bytes % 4096:
@@ -228,7 +231,7 @@ def _check_manifest(manifest: RankManifest, where: str) -> None:
 
 
 def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
-    """Check the record of one stored box. Return the size of the box in bytes."""
+    """Raise an error if the record of a stored box breaks a rule. Return the size of the box in bytes."""
     size_bytes = DTYPE_SIZE_BYTES.get(record.dtype, 0)
     if not size_bytes:
         refuse(where, f"tensor {record.fqn!r}: unknown dtype {record.dtype!r}")

@@ -1,14 +1,14 @@
 """The safetensors container: header encoder and a strict decoder.
 
 Theory. A safetensors file is 8 bytes (header length, little endian), a JSON header, and the bytes of the tensors
-without holes. The encoder pads the header with spaces (legal white space of JSON), so that the first tensor starts at a
-multiple of 4096 bytes. The header of a shard describes each stored box in ``__metadata__`` in the form of torch DCP's
-Hugging Face reader, so that other programs can read the shard without Holdfast.
+without gaps. The encoder pads the header with spaces (legal white space of JSON), so that the first tensor starts at a
+multiple of 4096 bytes. The header of a shard file describes each stored box in ``__metadata__`` as torch DCP's Hugging
+Face reader expects it, so that other programs can read the shard without Holdfast.
 
 Invariants (of encoder and decoder):
-1. ``8 + header length`` is at most ``HEADER_SIZE_BYTES_MAX``; written headers end at a multiple of ``DATA_ALIGNMENT``.
-2. Tensors fill the data part exactly: no hole, no overlap, no trailing byte. The length of each is its number of
-   elements times the element size.
+1. ``8 + header length`` is at most ``HEADER_SIZE_BYTES_MAX``. A written header ends at a multiple of 4096 bytes.
+2. Tensors fill the data part exactly: no gap, no overlap, no trailing byte. A tensor takes its number of elements times
+   the element size.
 3. Names are unique.
 """
 
@@ -42,7 +42,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A decoded header: tensors in file order. ``data_start`` is the file offset of the first one."""
+    """A decoded header: tensors in file order. ``data_start`` is the file offset of the first tensor."""
 
     tensors: tuple[StoredTensor, ...]
     metadata: dict[str, str]
@@ -79,7 +79,7 @@ def encode_header(
 
 
 def dcp_metadata(boxes: Mapping[str, Box], save_name: str) -> dict[str, str]:
-    """Return ``__metadata__`` of a shard's header: the boxes in the form of torch DCP's reader, and the save's name."""
+    """Return ``__metadata__`` of a shard's header: the boxes as torch DCP's reader expects them, and ``save_name``."""
     sharding = {fqn: {"saved_offsets": box.offsets} for fqn, box in boxes.items()}
     return {
         "format": "pt",

@@ -65,9 +65,9 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """A byte range [``start``, ``stop``) of one box of a tensor, in C order. (It is not an extent of a file.)
+    """A byte range [``start``, ``stop``) of one box of a tensor, in C order. (An extent of a file is something else.)
 
-    Comparisons of copies and transfers of state name their data in this form.
+    The code that compares copies, or transfers state, names the bytes in this form.
 
     Example:
         >>> str(Extent("fc.weight", Box((0, 0), (2, 4)), 0, 32))
@@ -89,7 +89,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 def is_shape(shape: Sequence[int]) -> bool:
-    """Return True if a tensor can have this shape."""
+    """Return True if the number of dimensions and each length of a shape are within Holdfast's limits."""
     return len(shape) <= DIMENSIONS_MAX and all(0 <= n <= LENGTH_MAX for n in shape)
 
 

@@ -1,13 +1,14 @@
 """The test whether boxes cover a tensor, in a time that is bounded even for a hostile list of boxes.
 
 Theory. Along the first dimension the edges of the boxes cut the tensor into slabs. Inside a slab every box either spans
-the slab or is absent, so the same test continues with one dimension less. Layouts of real jobs, regular or not, have
-few boxes per slab. A hostile list could have many boxes in very many slabs, and would take quadratic time. Such a list
-is refused.
+the slab or is absent, so the test of a slab is the same test with one dimension less. Layouts of real jobs, regular or
+not, have few boxes per slab. A hostile list could have many boxes in very many slabs, and would take quadratic time.
+Such a list is refused.
 
 Invariants:
 1. The answer is exact: disjoint regions that together are the uncovered part of the tensor.
-2. The work is at most ``WORK_PER_BOX`` per box, and the recursion as deep as the tensor has dimensions.
+2. The number of compared boxes is at most ``WORK_PER_BOX`` times the number of boxes (or ``WORK_MIN``, if that is
+   more). The recursion is as deep as the tensor has dimensions.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
 
 
 def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return True if the boxes are exactly the parts of a regular cut of every dimension, in linear time."""
+    """Return True if every combination of intervals (one per dimension, without gaps) is a box. Takes linear time."""
     cells = 1
     for d, length in enumerate(shape):
         intervals = sorted({(box.offsets[d], box.sizes[d]) for box in boxes})

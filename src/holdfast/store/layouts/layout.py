@@ -2,15 +2,15 @@
 
 Theory. A *box* is a rectangular region of a complete tensor. Each rank declares its boxes (:class:`RankLayout`), if
 possible as cells, which are parts of a regular cut. The :class:`Catalogue` joins the declarations of all ranks into a
-few grids (``shardings.py``). So its size grows with ranks + tensors, not with ranks x tensors. A rank sends a table of
-tensors, which is the same for most ranks, and the few boxes and cells of this rank. A row of the table refers to its
-box or cell by a number, the ``place``. A rank may hold several boxes of one tensor (strided shards, flat ranges of a
-ZeRO optimizer: see :func:`flat_range_boxes`).
+few grids (``shardings.py``). So a catalogue grows with ranks + tensors, not with ranks x tensors. A rank sends a table
+of tensors, which is the same for most ranks, and the few boxes and cells that it holds. A row of the table names a
+tensor, and its box or cell by a number, the ``place``. A rank may hold several boxes of one tensor (strided shards,
+flat ranges of a ZeRO optimizer: see :func:`flat_range_boxes`).
 
 Invariants:
 1. Offsets and sizes are in elements, one number per dimension; a scalar has no dimension and exactly one element.
-2. A box lies inside its tensor. A box without elements is dropped, unless the tensor itself has none: then its one box
-   is the whole tensor.
+2. A box lies inside its tensor. A tensor without elements has one box, the whole tensor. From other tensors, boxes
+   without elements are dropped.
 3. One name has one dtype and one shape on every rank.
 4. ``to_json`` is canonical: equal catalogues give equal bytes on every rank. ``digest`` hashes those bytes.
 """
@@ -75,7 +75,7 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
 class TensorMeta(msgspec.Struct, frozen=True, order=True):
     """One box of a tensor that a rank holds. ``shape`` is the shape of the complete tensor.
 
-    ``cuts`` is the cell (part of a regular cut) that equals the box; None: not known. It keeps catalogues small.
+    ``cuts`` is the cell (part of a regular cut) that equals the box; None: not known. Cells keep the catalogue small.
     """
 
     fqn: str
@@ -103,7 +103,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Declaration(msgspec.Struct, frozen=True):
-    """A rank's layout in the form that is sent: the table ``tensors``, and the cells and boxes that its rows refer to.
+    """A rank's layout as a message contains it: the table ``tensors``, and the cells and boxes that its rows refer to.
 
     Ranks that cut the same tensors in the same way have the same table.
     """
@@ -121,14 +121,13 @@ class Declaration(msgspec.Struct, frozen=True):
         return cut_box(row.shape, self.cells[row.place])
 
     def check(self, places: Iterable[tuple[int, int]]) -> None:
-        """Raise an error if the table refers to a cell or box that this declaration does not have.
+        """Raise an error if a row refers to a cell or box that is missing, or to a cell of other dimensions.
 
         Args:
-            places: pairs (number of a cell or box as in ``Row.place``, number of dimensions of its tensor), from
-                :func:`places_of`.
+            places: pairs (``place`` of a row, number of dimensions of the row's tensor), from :func:`places_of`.
 
         Raises:
-            StateError: names the number of the missing cell or box.
+            StateError: names the ``place``.
         """
         for place, dimensions in places:
             if not -len(self.boxes) <= place < len(self.cells):
@@ -140,22 +139,23 @@ class Declaration(msgspec.Struct, frozen=True):
 
 
 def places_of(rows: Iterable[Row]) -> set[tuple[int, int]]:
-    """Return the distinct pairs (number of a cell or box, number of dimensions of its tensor) in a table's rows."""
+    """Return the distinct pairs (``place``, number of dimensions of the tensor) of the rows of a table."""
     return {(row.place, len(row.shape)) for row in rows}
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """The layout of one rank: all its boxes, and the number of ranks (``world``). A tensor may have several entries."""
+    """The layout of one rank: all its boxes, and the number of ranks (``world``). A tensor may have several boxes."""
 
     rank: int
     tensors: tuple[TensorMeta, ...]
     world: int
 
     def declaration(self) -> Declaration:
-        """Return this layout in the form that is sent. A box without elements is dropped, unless its tensor has none.
+        """Return this layout as a message contains it. A box without elements is dropped, unless its tensor has none.
 
         Raises:
-            StateError: unknown dtype, a box of other dimensions than its tensor, or a box that contradicts its cuts.
+            StateError: unknown dtype, a box of other dimensions than its tensor, or a box that is not its cell
+                (``cuts``).
         """
         cells: dict[Cuts, int] = {}
         boxes: dict[Box, int] = {}
@@ -172,7 +172,7 @@ class RankLayout(msgspec.Struct, frozen=True):
         return Declaration(self.rank, self.world, tuple(cells), tuple(boxes), tuple(rows))
 
     def encode(self) -> Layout:
-        """Return :meth:`declaration` as JSON, in the two parts of a ``LayoutPublished`` message, the table last."""
+        """Return this layout as the two JSON texts of a ``LayoutPublished`` message, the table of tensors last."""
         said = self.declaration()
         own = _Own(said.rank, said.world, said.cells, said.boxes)
         return Layout(msgspec.json.encode(own), msgspec.json.encode(said.tensors))
@@ -285,7 +285,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         return catalogue
 
     def to_json(self) -> bytes:
-        """Return the catalogue as canonical JSON (``docs/format.md``). A decoded one returns its original bytes."""
+        """Return canonical JSON (``docs/format.md``). For a decoded catalogue these are the bytes that were decoded."""
         return self._json
 
     @cached_property
@@ -352,7 +352,7 @@ class _VersionedCatalogue(msgspec.Struct):
 
 
 class _Own(msgspec.Struct):
-    """A declaration without its table of tensors, as it is sent."""
+    """The first JSON text of a declaration: all but the table of tensors."""
 
     rank: int
     world: int
@@ -428,7 +428,7 @@ def _even_cuts(shape: Shape, box: Box) -> Cuts | None:
 
 
 class _Join:
-    """The join of the declarations of all ranks. Tensors whose cells or boxes are equal on all ranks share a grid."""
+    """The join of all ranks' declarations. Tensors share a grid if every rank has the same cells or boxes of them."""
 
     def __init__(self, declared: Mapping[int, Declaration]) -> None:
         self.tables: list[tuple[tuple[Row, ...], list[Declaration]]] = []
@@ -470,9 +470,9 @@ class _Join:
         return out
 
     def _grid(self, uses: frozenset[tuple[int, int]], shape: Shape | None) -> Grid:
-        """Return the grid for pairs (number of a table, number of a cell or box in the declarations with that table).
+        """Return the grid of a tensor from ``uses``, all its rows, as pairs (index of the row's table, ``place``).
 
-        Without a shape the grid has cells, with a shape it has boxes. Each cell or box has its holders.
+        If ``shape`` is None, the grid has cells. Otherwise it has boxes of a tensor of this shape.
         """
         if shape is None:
             cells: dict[Cuts, list[int]] = {}
@@ -499,7 +499,7 @@ def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
 def _numbered(
     world: int, absent: tuple[int, ...], tensors: Mapping[str, tuple[str, Shape, Grid]]
 ) -> Catalogue:
-    """Return the catalogue: tensors sorted by name, each distinct grid once, grids in the order of their first use."""
+    """Return the catalogue of ``tensors``, sorted by name, with each distinct grid once, in the order of first use."""
     numbers: dict[Grid, int] = {}
     same: dict[int, int] = {}  # a grid is large, so it is hashed once and not per tensor
     entries: list[TensorEntry] = []

@@ -1,11 +1,11 @@
 """Completion of the layouts of ranks that had no time to publish the entries of their optimizer.
 
-Theory. Optimizer state appears with the first update, so each rank declares it after that update. A rank that died or
-was in doubt before this second declaration holds (or will hold) the same entries as the other ranks. An entry with the
-shape of its parameter has the same box as the parameter; a rank holds any other entry whole. So the missing
-declarations follow from one complete declaration, and every rank computes the same result. An optimizer that cuts its
-state in its own way has other boxes. If one declared entry shows this, no rank's layout is completed with that entry.
-The entries of a sharded optimizer are never completed.
+Theory. Optimizer state appears with the first update, so each rank declares its layout again after that update. A rank
+that died or was in doubt before this second declaration has (or will have) the same entries as the other ranks. An
+entry with the shape of its parameter has the same box as the parameter; a rank holds any other entry whole. So the
+missing declarations follow from one complete declaration, and every rank computes the same result. An optimizer that
+cuts its state in its own way has other boxes. If one declared entry shows this, no rank's layout is completed with that
+entry. The entries of a sharded optimizer are never completed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def catalogue_of(layouts: Mapping[int, Layout]) -> Catalogue:
     """Return the catalogue of the published layouts (by rank), with the optimizer entries that some ranks lack.
 
     Raises:
-        StateError: a declaration breaks a rule of ``layout.py``, or two ranks disagree.
+        StateError: a declaration breaks an invariant of ``layout.py``, or two ranks disagree about a tensor.
     """
     return Catalogue.from_declarations(complete(declarations(layouts)))
 
@@ -90,7 +90,7 @@ def _places(declaration: Declaration) -> dict[str, list[Row]]:
 
 
 def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]) -> bool:
-    """Return True if an optimizer entry is whole on its rank, or has the box of its parameter."""
+    """Return True if an optimizer entry is whole, has its parameter's box, or has no declared parameter."""
     if declaration.box(row).sizes == row.shape:
         return True
     parameter = _parameter(row.fqn, places)

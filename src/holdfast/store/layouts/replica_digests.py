@@ -1,12 +1,12 @@
-"""The comparison of copies: the bytes of the state that several ranks hold, and the votes in which they are compared.
+"""The comparison of copies: the parts of the state that several ranks hold, and the vote that compares each part.
 
 Theory. Ranks that hold the same boxes form a *group*: their boxes are copies of each other. All boxes of a group, one
 after the other, are one *stream* of bytes, equal on every member. One comparison is called a *turn* here. A turn
-compares one slice of every stream, and ``turns`` turns compare all of it. The slice of a turn follows from the
-catalogue alone, so all holders take digests of the same bytes without communication. One number (``plan``) shows
-whether two ranks have the same catalogue. A rank multiplies the digest of each of its groups by its *factor* in that
-group, and adds up the products. The factors of the members of a group add up to zero, so equal copies cancel out of the
-sum over all ranks.
+compares one slice of every stream, and ``turns`` turns compare every stream completely. The slice follows from the
+catalogue and the turn's number, so all holders take digests of the same bytes without communication. One number
+(``plan``) shows whether two ranks have the same catalogue. A rank has a *factor* in each of its groups. It multiplies
+the digest of each group by this factor, and adds up the products. The factors of a group's members add up to zero, so
+equal copies cancel out of the sum over all ranks.
 
 Invariants:
 1. In a turn all holders of a box digest the same bytes of the box, whatever other boxes each of them holds.
@@ -28,7 +28,7 @@ NAMED_MAX = 32
 
 
 class ReplicaGroup(NamedTuple):
-    """The boxes that exactly the ranks ``holders`` hold. ``extents`` are these boxes, complete."""
+    """The boxes that exactly the ranks ``holders`` hold. ``extents`` are these boxes as byte ranges."""
 
     holders: tuple[int, ...]
     factor: int  # the factor of this rank
@@ -55,7 +55,7 @@ class ReplicaCopies:
     Args:
         catalogue: the catalogue of all ranks.
         rank: the rank of this process.
-        compared: returns True for a tensor name whose copies are equal on all holders after every step.
+        compared: function of a tensor name; True if all copies of this tensor must be equal after every step.
         turns: the number of comparisons in which every byte is compared once.
     """
 
@@ -93,7 +93,7 @@ def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) ->
 
 
 def runs(extents: Sequence[Extent]) -> list[tuple[str, list[Extent]]]:
-    """Divide extents into at most ``NAMED_MAX`` lists of about equal length. Each list has a name for messages."""
+    """Divide extents into at most ``NAMED_MAX`` lists of about equal length, each with a name for the user."""
     size = max(1, -(-len(extents) // NAMED_MAX))
     parts = [list(extents[at : at + size]) for at in range(0, len(extents), size)]
     return [

@@ -5,15 +5,15 @@ Theory. The boxes that the same set of living ranks holds, one after the other i
 lengths of the stretches make the loads of all holders as equal as possible. Streams with few holders are divided first,
 because they leave the least choice. Laid end to end, the stretches run ``copies`` times through the stream (after its
 end they continue at its start). So they cover every byte ``copies`` times, and no stretch contains a byte twice. The
-ends of a stretch are moved to offsets at which a box may be cut. These are the borders between rows of its first
+ends of a stretch are moved to offsets at which a box may be cut. A cut lies between two rows of the box's first
 dimension longer than 1, so that every part of a box is one contiguous byte range. All of this is arithmetic on grids
-and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` are all
-ranks for a periodic checkpoint, and the living ranks for a last-gasp checkpoint.
+and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` are all ranks for a
+periodic checkpoint, and the living ranks for a last-gasp checkpoint.
 
 Invariants:
 1. The plan is a pure function of (catalogue, sources, copies): integers only, ties broken by name and rank.
-2. Every box that has a living holder is covered by the parts of exactly ``min(copies, holders)`` writers.
-3. No writer gets the same element of a box twice, and every part lies inside one box that its writer holds.
+2. Every box that has a living holder is covered by the parts of exactly ``min(copies, living holders)`` ranks.
+3. No rank writes an element of a box twice, and every part lies inside one box that the rank holds.
 4. ``uncovered`` names the regions that no living rank holds (the first :data:`UNCOVERED_MAX` of them). A plan with such
    a region must not be written.
 5. The cost grows with (distinct pairs of grid and shape) x ranks + tensors, not with ranks x tensors.
@@ -104,7 +104,7 @@ def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Save
 
     Args:
         catalogue: all tensors and their holders, including dead ranks.
-        sources: ranks that can write (living and sound).
+        sources: living ranks with an intact state, which can write it.
         copies: number of ranks that write each box; fewer if the box has fewer holders.
 
     Raises:
@@ -148,14 +148,14 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
     def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
-        """Return for each box the number of the group of living ranks that hold it; -1: no living rank does."""
+        """Return, per box of ``held``, the number of the group of living ranks that hold the box; -1: no such rank."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
             groups[place] = self._group(ranks)
         return groups
 
     def _measure(self) -> Integers:
-        """Return the size in bytes of the stream of each group of holders. Collect the boxes without living holder."""
+        """Return the size of each group's stream in bytes. Add the regions without a living holder to ``lost``."""
         sizes = np.zeros(len(self.groups), np.int64)
         for kind, tensors in self.kinds.items():
             held = self.catalogue.grids[kind[0]].on(kind[1])
@@ -176,7 +176,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _holes(
         self, kind: tuple[int, tuple[int, ...]], held: HeldBoxes, alive: NDArray[np.bool_]
     ) -> list[Box]:
-        """Return the declared boxes without a living holder, then the regions that no rank ever declared."""
+        """Return the uncovered regions: boxes without a living holder, then regions that no rank ever declared."""
         grid, shape = self.catalogue.grids[kind[0]], kind[1]
         dead = held.boxes(np.nonzero(~alive)[0])
         if grid.exact:
@@ -199,9 +199,9 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return found
 
     def _deal(self) -> dict[tuple[int, ...], list[int]]:
-        """Divide each stream among its holders.
+        """Divide the stream of each group of several holders among these ranks.
 
-        Return, by group of holders, the start of each holder's stretch in bytes, and the end of the last stretch.
+        Return, by group, the start of each holder's stretch in bytes, and the end of the last stretch.
         """
         loads = np.zeros(self.catalogue.world, np.int64)
         several: list[tuple[int, tuple[int, ...], int]] = []
@@ -307,7 +307,7 @@ def _level(loads: Integers, size_bytes: int, copies: int) -> Integers:
 
 
 def _cuttable(at: int, stream: Sequence[tuple[str, Box, int]], ends: Sequence[int]) -> int:
-    """Return the offset nearest to ``at`` at which the stream may be cut. The result is monotonic in ``at``."""
+    """Return the byte offset nearest to ``at`` for a cut of the stream. This offset never falls as ``at`` grows."""
     total = ends[-1]
     rounds, at = divmod(at, total)
     index = bisect_right(ends, at) - 1
@@ -350,6 +350,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _some(names: Sequence[object]) -> str:
-    """Return the first few items of a list as text, for a message."""
+    """Return the first few items of a list as text, for an error message."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(str(name) for name in names[:NAMED_MAX]) + more

@@ -1,17 +1,17 @@
-"""Regular cuts of tensors and the ranks that hold their parts, for a whole class of tensors at once.
+"""Regular cuts of tensors and the ranks that hold the parts, once for all tensors that are cut in the same way.
 
-Theory. Meshes cut tensors like ``torch.chunk``: a dimension of n elements into p parts of ceil(n / p), the last ones
-shorter or empty. A nested cut cuts such a part again. A *cell* names, per dimension, the part of each cut that a rank
-holds. A cell contains no lengths, so one *grid* (a set of cells) describes all tensors that are cut in the same way,
-whatever their shapes. A job has a few grids (sharded, replicated, per pipeline stage), each as large as the number of
-ranks. The boxes of a tensor are computed from its grid and its shape. A layout that is no regular cut is listed as
-boxes, per shape.
+Theory. Device meshes cut tensors like ``torch.chunk``: a dimension of n elements into p parts of ceil(n / p), the last
+ones shorter or empty. A nested cut cuts such a part again. Each of these cuts is a *step*: (number of parts, index of
+the part that a rank holds). A *cell* is the steps of each dimension. A cell contains no lengths, so one *grid* (a set
+of cells) describes all tensors that are cut in the same way, whatever their shapes. A job has a few grids (sharded,
+replicated, per pipeline stage), each as large as the number of ranks. The boxes of a tensor are computed from its grid
+and its shape. For a layout that is no regular cut, the grid of each shape is a list of boxes.
 
 Invariants:
-1. A grid has cells or boxes, not both. Either kind is sorted and unique. Ranks are ascending and unique.
-2. Every step of a cut has at least two parts: a dimension that is not cut has no step.
-3. If all cells of a grid are parts of the same cuts, they never overlap on any shape. If there also are as many cells
-   as these cuts have parts, they cover any shape exactly once (``exact``).
+1. A grid has cells or boxes, not both. Cells, boxes and ranks are sorted, without duplicates.
+2. Every step has at least two parts. A dimension that is not cut has no step.
+3. Cells of a grid that are all parts of the same cuts never overlap, on any shape. If the grid has as many such cells
+   as the cuts have parts, the cells cover any shape exactly once (``exact``).
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class BoxHolders(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldBoxes(NamedTuple):
-    """The distinct boxes of a grid on one shape, without empty ones. ``offsets`` and ``sizes`` are [boxes, dimensions].
+    """The distinct boxes of a grid on one shape, without empty ones. ``offsets`` and ``sizes``: [boxes, dimensions].
 
-    ``entry`` has for each box the index of its cell (or listed box) in the grid. If several cells give one box on this
-    shape, ``joined`` has all holders of the box, by its index.
+    ``entry`` has for each box the index of its entry (cell or box) in the grid. If several cells of the grid are the
+    same box on this shape, ``joined`` maps the index of this box to all its holders.
     """
 
     offsets: Integers
@@ -86,7 +86,7 @@ class HeldBoxes(NamedTuple):
     joined: dict[int, tuple[int, ...]]
 
     def boxes(self, places: Integers) -> list[Box]:
-        """Return the boxes at the indices ``places``."""
+        """Return the boxes at the indices ``places`` of the arrays."""
         rows = zip(self.offsets[places].tolist(), self.sizes[places].tolist(), strict=True)
         return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows]
 
@@ -99,27 +99,27 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that hold each cell, or each listed box, in the order of the grid."""
+        """The ranks that hold each cell or box of the grid, in the order of the grid."""
         return tuple(entry.ranks for entry in self.cells or self.boxes)
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """All ranks that hold a cell or listed box of this grid."""
+        """All ranks that hold a cell or box of this grid."""
         return frozenset(rank for ranks in self.holders for rank in ranks)
 
     def entries_of(self, rank: int) -> list[int]:
-        """Return the indices of the cells (or listed boxes) that ``rank`` holds."""
+        """Return the indices of the grid's cells (or boxes) that ``rank`` holds."""
         return [entry for entry, ranks in enumerate(self.holders) if rank in ranks]
 
     @cached_property
     def _listed(self) -> tuple[Integers, Integers]:
-        """Offsets and sizes of the listed boxes, as arrays of shape [boxes, dimensions]."""
+        """Offsets and sizes of the grid's boxes, as arrays of shape [boxes, dimensions]."""
         offsets = np.array([box.offsets for box in self.boxes], np.int64)
         return offsets, np.array([box.sizes for box in self.boxes], np.int64)
 
     @cached_property
     def _steps(self) -> Integers:
-        """The cuts as an array of shape [depth, dimensions, cells, (parts, index)]; (1, 0) where a cell has no cut."""
+        """The steps of all cells: an array [step, dimension, cell, (parts, index)]; (1, 0) where a cell has no step."""
         depth = max((len(steps) for cell in self.cells for steps in cell.cuts), default=0)
         steps = np.zeros((depth, len(self.cells[0].cuts), len(self.cells), 2), np.int64)
         steps[..., 0] = 1
@@ -149,8 +149,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
         Args:
             shape: the shape of the tensor.
-            among: indices of the cells (or listed boxes) that are needed; None: all. The result contains at least
-                these.
+            among: indices of the grid's cells (or boxes) that are needed; None: all. The result may contain others.
         """
         if 0 in shape:
             zero = np.zeros((1, len(shape)), np.int64)
@@ -226,10 +225,10 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
 
 def check_cuts(cuts: Cuts) -> None:
-    """Raise an error if ``cuts`` are not a valid cell.
+    """Raise an error if ``cuts`` is no valid cell: per dimension, steps (number of parts, index of one part).
 
     Raises:
-        StateError: a step without two parts, an index outside of them, or too many steps.
+        StateError: a step has less than two parts, or an impossible index; or a dimension has too many steps.
     """
     for steps in cuts:
         if len(steps) > DEPTH_MAX:

@@ -1,9 +1,10 @@
 """The choice of the ranks whose plain values (values that are not tensors) a rank loads from a checkpoint.
 
 Theory. Most plain values are the same on all ranks. But optimizer state is named by the parameters that a rank holds,
-and these differ between pipeline stages. So a rank loads first from the rank that held most of its tensors in the
-checkpoint. Of several such ranks it prefers the rank of the same number. Further ranks follow for the remaining
-tensors. If the job has as many stages as when it saved, one rank is enough. With fewer stages several ranks are needed.
+which differ between pipeline stages. So a loading rank takes the values of the saved rank that held most tensors of the
+loading rank. If several saved ranks held equally many, the rank with the same number is preferred. Further ranks follow
+for the remaining tensors. If the job has as many stages as the saved job, one rank is enough. With fewer stages several
+ranks are needed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from holdfast.store.layouts.layout import Catalogue
 def speakers(
     catalogue: Catalogue, names: Collection[str], among: Iterable[int], rank: int = -1
 ) -> tuple[int, ...]:
-    """Return the ranks to load plain values from, the most important first. Empty if there are no candidates.
+    """Return the ranks whose plain values a rank loads, the most important first; empty if there are no candidates.
 
     Each next rank is the candidate that holds most of the tensors which no chosen rank holds.
 
@@ -25,7 +26,7 @@ def speakers(
         catalogue: all tensors and their holders.
         names: names of the tensors of the rank that loads.
         among: the candidates.
-        rank: the rank that loads. It is preferred to other candidates that hold equally many of the tensors.
+        rank: the rank that loads; -1: none. It is preferred to other candidates with as many of the tensors.
     """
     asked = sorted(among)
     left = Counter(catalogue.by_fqn[name].grid for name in names if name in catalogue.by_fqn)

@@ -1,14 +1,14 @@
 """A checkpoint root: the directory or URL that holds the attempts (saves of one step) of one or more runs.
 
-Theory. There is no ``latest`` file that could be wrong: the newest checkpoint is the newest attempt that its files
-prove valid. Attempts are ordered by step, then generation, then attempt number. Every rank that looks at the same files
+Theory. There is no ``latest`` file that could be wrong: the newest checkpoint is the newest attempt whose files
+are valid. Attempts are ordered by step, then generation, then attempt number. Every rank that looks at the same files
 gets the same answer.
 
 Invariants:
-1. Never removed are the newest valid checkpoint and an attempt that a process reads or writes. A young attempt is not
-   removed if it is unfinished or the newest of another run. Pruning for one lineage (a run and its predecessors)
-   removes no attempt of another run that was ever finished.
-2. An attempt is never changed. It is only made, sealed, repaired from its own copies, or removed.
+1. The newest valid checkpoint is never removed. An attempt is not removed while a process reads or writes it. A young
+   attempt is not removed if it is unfinished, or the newest attempt of another run. Pruning for one lineage (a run and
+   the runs that it continues) removes an attempt of other runs only if the attempt was never finished.
+2. An attempt is never changed. It is only made, sealed, repaired from copies in the same attempt, or removed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GRACE_S = 3600.0
 STEPS_NAMED_MAX = 8
 LOOKS_MAX = 10
 
-"""Largest number of searches in a root from which another job removes checkpoints at the same time."""
+"""Largest number of searches in one call of ``newest_valid``, while other jobs remove checkpoints from the root."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class Choice(msgspec.Struct, frozen=True):
         root: the path or URL of the root.
         chosen: the newest valid checkpoint; None: there is none.
         rejected: the newer attempts that are not valid, each with the reason.
-        at: the step that was asked for; None: any step.
+        at: the step that was searched for; None: any step.
         steps: steps of all existing attempts, newest first.
     """
 
@@ -57,7 +57,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def repairable(self) -> tuple[Validity, ...]:
-        """The rejected attempts that were once finished: copies of their files may restore them."""
+        """The rejected attempts that were once finished: a repair from copies may make them valid."""
         return tuple(v for v in self.rejected if not v.unfinished)
 
     def require(self) -> Validity:
@@ -99,7 +99,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """The result of pruning: removed names, and names that were kept although no policy keeps them, with the reason."""
+    """The result of pruning: the removed attempts, and the reason for each attempt that is kept without a policy."""
 
     removed: tuple[str, ...]
     spared: dict[str, str]
@@ -123,7 +123,7 @@ class Root:
         return [name for key, name in keyed if run is None or key[4] == run]
 
     def list(self, *, deep: bool = False) -> list[Validity]:
-        """Judge every attempt of the root, and return the results, newest first. ``deep``: also read every tensor.
+        """Validate every attempt and return the results, newest first. ``deep``: also check the digests of tensors.
 
         Attempts that this process may not read are listed as denied.
 
@@ -198,14 +198,14 @@ class Root:
         its run must have sealed a later step since.
 
         Args:
-            keep: the policy, or the number of newest checkpoints to keep.
-            lineage: prune only the attempts of this lineage. Of other runs, only attempts that were never finished and
-                are older than ``grace_s`` are removed.
-            grace_s: age in seconds below which an unfinished attempt is kept.
+            keep: the policy, or the number of newest checkpoints to keep. lineage: prune only the attempts of this
+                lineage, and attempts of other runs that were never finished and are older than ``grace_s``. None: prune
+                the attempts of all runs.
+            grace_s: age in seconds below which an invalid attempt is kept.
             dry_run: remove nothing.
 
         Returns:
-            The names that were (or would be) removed, and the names kept although no policy keeps them.
+            The attempts that were (or would be) removed, and the attempts kept although no policy keeps them.
 
         Raises:
             UsageError: ``keep`` < 1.
@@ -260,7 +260,7 @@ class Root:
     def _past(attempts: Sequence[Validity], valid: Sequence[Validity]) -> set[str]:
         """Return the names of attempts whose run has sealed a later step since.
 
-        The ranks of that run no longer write to these attempts.
+        The ranks of a run no longer write to its earlier attempts.
         """
         sealed = [found.save_id for found in valid if found.save_id is not None]
         return {
@@ -276,7 +276,7 @@ class Root:
         }
 
     def written_last(self, valid: Sequence[Validity]) -> Validity:
-        """Return the checkpoint that was written last among the newest of each run. Another one may have a higher step.
+        """Return the last written of the newest checkpoints of all runs. Another run may have a higher step.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the age of a checkpoint cannot be read.
@@ -285,7 +285,7 @@ class Root:
 
     @staticmethod
     def _newest_of_runs(valid: Sequence[Validity]) -> Sequence[Validity]:
-        """Return the newest checkpoint of each run: another job at an earlier step may save into the same root."""
+        """Return the newest checkpoint of each run. (Several jobs, at different steps, may save into one root.)"""
         newest: dict[str, Validity] = {}
         for found in valid:
             if found.save_id is not None:
@@ -304,7 +304,13 @@ def list_command(root: Place | str) -> str:
 
 
 def resolve(spec: Place | str | os.PathLike[str]) -> Place:
-    """Return the path or URL of the checkpoint that ``PLACE`` or ``PLACE@STEP`` names. Errors: see :func:`find`."""
+    """Return the path or URL of the checkpoint that ``PLACE`` or ``PLACE@STEP`` names.
+
+    Raises:
+        UsageError: ``spec`` is no path, STEP is no number, or PLACE does not exist.
+        NothingToResume: PLACE has no valid checkpoint (of that step).
+        CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
+    """
     return find(spec).path
 
 
@@ -313,7 +319,7 @@ def find(spec: Place | str | os.PathLike[str]) -> Found:
 
     Raises:
         UsageError: ``spec`` is no path, STEP is no number, or PLACE does not exist.
-        NothingToResume: no valid checkpoint (of that step) is there; the error lists the rejected attempts.
+        NothingToResume: PLACE has no valid checkpoint (of that step); the error lists the rejected attempts.
         CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
     """
     choice = choose(spec)
@@ -343,7 +349,7 @@ def _check_directory(place: Path) -> None:
     """Check that a path that a user named is a directory.
 
     Raises:
-        UsageError: the path does not exist, or is a file, possibly of a checkpoint.
+        UsageError: the path does not exist, or is a file.
     """
     mode = mode_of(place)
     if mode is None:

@@ -1,11 +1,11 @@
-"""Tools for checkpoints outside of a run: list holders, merge into one file.
+"""Tools for checkpoints outside of a run: list the holders of boxes, merge a checkpoint into one file.
 
 Theory. A merge streams the tensors slab by slab (a slab is a range of elements in C order) through the verifying
-reader. So its memory is bounded by one slab, and its output is verified like a load.
+reader of a load. So a merge needs memory for one slab, and all its bytes are verified.
 
 Invariants:
 1. An output appears whole or not at all, and never replaces an existing file.
-2. Every copied byte was verified by its digest.
+2. Every copied byte was verified by the digest of its extent (piece of a file).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BoxRecordHolders(msgspec.Struct, frozen=True):
 
 
 def holdings(path: Place, pattern: str = "*") -> Iterator[BoxRecordHolders]:
-    """Return an iterator over the boxes and their holders, of the tensors whose names match ``pattern`` (``fnmatch``).
+    """Iterate over the boxes, with holders, of the tensors whose names match ``pattern`` (``fnmatch``).
 
     The boxes are computed one after the other, because there may be as many as tensors times ranks.
 
@@ -80,8 +80,8 @@ def merge(
 
     Args:
         path: the checkpoint.
-        target: the file to make. With ``file_size_bytes_max`` > 0, it is the directory to make: with
-            ``model.safetensors``, or with several files of that size and an index. A larger tensor gets a separate
+        target: the file to make. With ``file_size_bytes_max`` > 0, the directory to make. It gets
+            ``model.safetensors``, or several files of at most that size and an index. A larger tensor gets a separate
             file.
         file_size_bytes_max: largest size of one file in bytes; 0: write one file.
         names: names of the tensors to write; None: all.

@@ -1,10 +1,10 @@
 """The lineage of a run: the checkpoints of a root that belong to the run and to the runs that it continues.
 
 Theory. Every start of a job is a separate run, and several jobs may save into one root. So each checkpoint of a session
-records its ancestors: for each run before it, the step at which that run was continued. Later saves of an ancestor do
-not belong to this lineage. The id of the run that saves is part of the save id.
+records the ancestors of its run: for each earlier run, the step at which the next run continued it. Later saves of an
+ancestor do not belong to this lineage. The id of the run that saves is part of the save id.
 
-Invariant: a lineage decides only what is removed and warned about, never which checkpoint is valid or the newest.
+Invariant: a lineage affects only removals and warnings, never which checkpoint is valid or the newest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANCESTORS_MAX = 64
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """A run and the runs that it continues, the nearest first, each with the step at which it was continued."""
+    """A run, and the runs that it continues (latest first), each with the step at which the next run continued it."""
 
     run: str
     ancestors: dict[str, int] = {}

@@ -41,7 +41,7 @@ class Repaired(msgspec.Struct, frozen=True):
 
     Attributes:
         rebuilt: names of the files that were rebuilt (in a dry run: would be).
-        sealed: the checkpoint is now complete and sealed.
+        sealed: True if the checkpoint is now complete and sealed.
     """
 
     rebuilt: tuple[str, ...]
@@ -64,7 +64,7 @@ def repair(path: Place, *, dry_run: bool = False) -> Repaired:
         dry_run: read everything and write nothing.
 
     Returns:
-        The names of the rebuilt files.
+        The names of the rebuilt files, and whether the checkpoint is sealed.
 
     Raises:
         CheckpointInvalid: the intact parts do not suffice; nothing was changed.
@@ -142,7 +142,7 @@ def _own_head(directory: Attempt, entry: FileEntry) -> bytes:
 
 
 def _rebuild(directory: Attempt, index: Index, plan: _Plan, owner: str) -> None:
-    """Write one shard file again, extent by extent, each from an intact copy."""
+    """Write one shard file again: each extent (piece of the file) from an intact copy."""
     path = directory.path / plan.entry.name
     loader = BoxLoader(directory, index, THREADS)
     with directory.new_file(plan.entry.name, owner, size_bytes=plan.entry.size_bytes) as put:

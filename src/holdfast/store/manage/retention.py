@@ -1,9 +1,9 @@
 """Policies for when to save and which checkpoints to keep, as small pure objects.
 
 Theory. A retention policy selects, from the valid checkpoints (newest first) and their ages, the paths to keep. Several
-policies keep what any one of them keeps, and the root always keeps the newest checkpoint. The save interval is a trade:
-every save costs a stall, every fault costs the work since the last save. Young's first-order optimum is sqrt(2 x cost
-of a save x mean time between faults).
+policies together keep each checkpoint that any of them keeps, and the root always keeps the newest. The save interval
+is a trade: every save delays training, every fault costs the work since the last save. Young's first-order optimum is
+sqrt(2 x cost of a save x mean time between faults).
 
 Invariant: nothing here looks at a clock or a file.
 """
@@ -100,7 +100,7 @@ Kept = OneKept | Sequence[OneKept]
 def retention(given: object) -> KeepAny:
     """Return the policy for a value of ``keep``: a number, a ``timedelta``, a policy, or several of these.
 
-    A number n keeps the n newest checkpoints. A ``timedelta`` keeps the checkpoints that are younger.
+    A number n keeps the n newest checkpoints. A ``timedelta`` keeps the checkpoints that are younger than it.
 
     Raises:
         UsageError: the value is of another kind, or an impossible number.
@@ -144,7 +144,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """The facts on which a save policy decides, when the ranks vote on a step.
 
     Attributes:
-        step: the number of updates after this step, which is the step that would be saved.
+        step: the number of updates, this step included. A save would get this number as its step.
         since_steps, since_s: steps and seconds since the last save (or the start of the session).
         stall_s: seconds by which a recent save delayed training; 0 before the first save.
         durable_s: seconds until a recent save was on disk; 0 before the first save.
@@ -164,8 +164,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 SavePolicy = Callable[[Moment], bool]
 """Function that returns True when a save is due. Every rank calls it at every step.
 
-One rank with True is enough, because the vote carries it to all ranks. While the previous save is in progress, the save
-is delayed. So a policy returns True until the save was made.
+True on one rank is enough, because the vote reports it to all ranks. While the previous save is in progress, the save
+is delayed. So a policy must return True until the save was made.
 """
 
 OneSaveWhen = SavePolicy | int | timedelta | Literal["auto"]
@@ -206,7 +206,7 @@ class EverySeconds(msgspec.Struct, frozen=True):
 
 
 class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy that saves at Young's optimal interval, from the measured stall of a save and the time between faults.
+    """A policy that saves at Young's optimal interval, from the measured delay by a save and the time between faults.
 
     If ``mean_time_between_faults_s`` is None, it is estimated as (1 day + duration of the run) / (1 + number of
     faults). The estimate starts with one fault a day. The interval is never shorter than the disk needs for a save, nor
@@ -239,7 +239,8 @@ def save_policies(given: object, every_steps: int | None, every_s: float | None)
     """Return the policies for the arguments of a session; empty: save only on request.
 
     Args:
-        given: None, a number of steps, a ``timedelta``, ``"auto"``, a policy, or several of these.
+        given: None, a number of steps, a ``timedelta``, ``"auto"`` (:class:`BestInterval`), a policy, or several of
+            these.
         every_steps: number of steps of a further policy; None: no such policy.
         every_s: seconds of a further policy; None: no such policy.
 

@@ -1,8 +1,8 @@
 """MindSpore's ``group_info.pb``: which ranks hold the same slices, read and written without a protobuf library.
 
-Theory. The message has two fields. Field 1 is ``parallel_group_item``, each with ``group_name`` (1, text) and
-``parallel_group_ranks`` (2). Field 2 is ``ckpt_restore_rank_list``. A list of ranks is a message with the repeated
-field ``dim`` (1, varint). Numbers are written unpacked, as MindSpore does.
+Theory. The file is one message with two fields. Field 1, repeated, is ``parallel_group_item``, with ``group_name`` (1,
+text) and ``parallel_group_ranks`` (2). Field 2 is ``ckpt_restore_rank_list``. A list of ranks is a message with the
+repeated field ``dim`` (1, varint). Numbers are written unpacked, as MindSpore does.
 
 Invariants:
 1. ``decode_group_info(encode_group_info(x)) == x``.

@@ -1,9 +1,9 @@
 """The parts of the protobuf wire format that MindSpore's files use, without a protobuf library.
 
-Theory. A message is a sequence of fields, each with a number and a wire type: a number of at most 64 bits, or bytes of
-a stated length (text, an inner message, packed numbers). A reader takes the fields that it knows and skips the others,
-as protobuf does. Numbers may be packed or not. A protobuf library would be a dependency for only three kinds of small
-file.
+Theory. A message is a sequence of fields, each with a field number and a value: an integer of at most 64 bits, or bytes
+of a stated length (text, an inner message, packed integers). A reader takes the fields that it knows and skips the
+others, as protobuf does. Repeated integers may be packed into one field or not. A protobuf library would be a
+dependency for only three kinds of small file.
 
 Invariants:
 1. Every length is compared with the number of remaining bytes before bytes are taken. Nothing is copied.
@@ -100,7 +100,7 @@ def integer(value: Value) -> int:
 
 
 def repeated(value: Value) -> Iterator[int]:
-    """Yield the unsigned numbers in one field of a message: a single number, or several packed ones.
+    """Yield the unsigned integers in one field: the single integer, or the integers packed into its bytes.
 
     Raises:
         ValueError: the data is damaged.

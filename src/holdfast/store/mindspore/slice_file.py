@@ -7,9 +7,8 @@ A scalar has the dimensions [0]. Tensors stay in the mapped file until they are 
 
 Invariants:
 1. Every tensor has exactly the bytes that its dimensions and type need. A truncated file is refused, unless it ends
-   exactly at the end of a value. Then complete tensors are missing, and the comparison with the strategy file shows
-   this.
-2. If the file has a checksum, it is verified. Names, dimensions and the number of values are limited.
+   exactly at the end of a value. Such a file lacks whole tensors, which the comparison with the strategy file detects.
+2. A checksum in the file is verified. The lengths of names and the numbers of dimensions and values are limited.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class SliceFile(NamedTuple):
 def bits_of(dtype: str) -> np.dtype[np.generic]:
     """Return NumPy's unsigned integer type with the element size of ``dtype``.
 
-    A merge copies bits, also of types that NumPy does not know.
+    The merge of slices copies bits, and so can merge types that NumPy does not know.
     """
     return np.dtype(f"u{DTYPE_SIZE_BYTES[dtype]}")
 

@@ -1,10 +1,11 @@
-"""The position of each slice of a MindSpore training in its tensor.
+"""The position of each slice of a MindSpore training within the tensor that was cut.
 
-Theory. Each rank of a pipeline stage has coordinates in the device matrix of the stage. The coordinates along the axes
-that cut a dimension give the index of the rank's part in that dimension. Ranks with the same indices in all dimensions
-hold copies. Optimizer parallelism cuts these copies again along the first dimension: of the ranks with copies, in
-ascending order, each ``optimizer_parts`` consecutive ranks hold one part each. The length of a part is the length of
-its slice. For uneven parts the strategy file gives the lengths (``rows``).
+Theory. The device matrix arranges the ranks of a pipeline stage in a grid, so each rank has coordinates. The
+coordinates along the axes that cut a dimension give the index of the rank's part in that dimension. Ranks with the same
+indices in all dimensions hold copies. Optimizer parallelism cuts these copies again along the first dimension into
+``optimizer_parts`` parts: of the ranks with copies, in ascending order, each ``optimizer_parts`` consecutive ranks hold
+all parts, one per rank. The length of a part is the length of its slice. For uneven parts the strategy file gives the
+lengths (``rows``).
 
 Invariants:
 1. Parts of different index never overlap, and all parts together are the tensor.
@@ -28,9 +29,9 @@ from holdfast.text import ranges
 
 
 class Division(NamedTuple):
-    """The division of a tensor: the number of ``parts`` per dimension, and ``part_of`` [ranks, dimensions].
+    """The division of a tensor: the number of ``parts`` per dimension, and the part of each rank.
 
-    ``part_of`` has the index of each rank's part, in every dimension.
+    ``part_of`` [ranks, dimensions] has the index of the rank's part in each dimension.
     """
 
     parts: Shape
@@ -38,7 +39,7 @@ class Division(NamedTuple):
 
 
 class PlacedSlices(NamedTuple):
-    """The shape of a tensor and its boxes, each with the ranks of the stage that have a file with this box."""
+    """The shape of a tensor and its boxes, each with the ranks (within the stage) whose files have this box."""
 
     shape: Shape
     holders: dict[Box, tuple[int, ...]]
@@ -81,7 +82,8 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
     """Return the number of parts that optimizer parallelism makes, and the index of each rank's part.
 
     Raises:
-        ValueError: the number does not fit the copies, or MindSpore's tools would order the parts in another way.
+        ValueError: the copies cannot be cut into this number of parts, or MindSpore's tools would order the parts
+            in another way.
     """
     used = [axis for axes in cut.axes for axis in axes if cut.devices[axis] > 1]
     copied = [axis for axis, size in enumerate(cut.devices) if axis not in used and size > 1]
@@ -106,7 +108,10 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
 
 
 def _runs(devices: Sequence[int], copied: Sequence[int], count: int) -> bool:
-    """Return True if groups of ``count`` consecutive copies fit the axes of the device matrix as MindSpore needs."""
+    """Return True if MindSpore can cut the copies, which lie along the axes ``copied``, into ``count`` parts.
+
+    The parts must fill the last of these axes completely, and divide the axis before them.
+    """
     if len(copied) == len(devices):
         return math.prod(devices) % count == 0
     left = count

@@ -1,21 +1,22 @@
 """MindSpore's strategy files: how the ranks of a parallel training cut each parameter.
 
-Theory. ``strategy_ckpt_save_file`` gives one file per rank, protobuf (``ParallelStrategyMap``) or JSON, with the
-parameters of that rank's pipeline stage. ``merge_pipeline_strategys`` joins them into one file, whose names begin with
-the stage (``1-decoder.weight``). A parameter has:
+Theory. MindSpore's option ``strategy_ckpt_save_file`` writes one file per rank, protobuf (``ParallelStrategyMap``) or
+JSON, with the parameters of that rank's pipeline stage. The function ``merge_pipeline_strategys`` joins these files
+into one, in which a name begins with the stage (``1-decoder.weight``). For a parameter a file has:
 
 - a *device matrix*: the ranks of its stage as a grid, row by row;
 - a *tensor map*: for each dimension, the axis of the device matrix that cuts it, counted from the right (-1: none). If
   several axes cut a dimension, the first is the outermost;
 - for uneven parts, the number of rows of each part;
-- for optimizer parallelism, the number of parts into which the remaining copies cut the first dimension.
+- for optimizer parallelism, the number of parts into which the ranks with copies cut the first dimension.
 
 ``slices.py`` computes the position of a slice.
 
 Invariants:
-1. A device matrix has at least one rank and at most ``RANKS_MAX``. No axis cuts twice.
+1. A device matrix has at least one rank and at most ``RANKS_MAX``. No axis cuts a parameter twice.
 2. All parameters of a stage are cut over the same number of ranks.
-3. Damaged bytes raise :class:`CheckpointInvalid`. Names, numbers and files that are read are limited.
+3. Damaged bytes raise :class:`CheckpointInvalid`. The sizes and numbers of the read files, and the numbers in a file,
+   are limited.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def decode_strategy(data: bytes, where: str) -> dict[int, dict[str, Cut]]:
     """Return the cut of each parameter in the bytes of a strategy file (JSON or protobuf), by stage and name.
 
     Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
+        CheckpointInvalid: names the file (``where``) and the broken rule.
     """
     try:
         stage, layouts = _of_json(data) if data.lstrip()[:1] == b"{" else _of_protobuf(data)
@@ -140,7 +141,7 @@ def _checked(stages: dict[int, dict[str, Cut]], where: str) -> Strategy:
     """Return the strategy of ``stages`` after a check of the stage numbers and the numbers of ranks.
 
     Raises:
-        CheckpointInvalid: no training writes such a strategy.
+        CheckpointInvalid: a stage number is too large, or two stages differ in their number of ranks.
     """
     if max(stages) > STAGE_MAX:
         raise CheckpointInvalid(
@@ -161,7 +162,7 @@ def _checked(stages: dict[int, dict[str, Cut]], where: str) -> Strategy:
 
 
 class _Layout(msgspec.Struct):
-    """The layout of one parameter, with the field names of the JSON form."""
+    """The cut of one parameter as a strategy file describes it, with the field names of the JSON form."""
 
     dev_matrix: list[int]
     tensor_map: list[int | list[int]]
@@ -181,10 +182,10 @@ class _File(msgspec.Struct):
 
 
 def _cut(name: str, layout: _Layout) -> Cut:
-    """Check the layout of one parameter. Return it as a :class:`Cut`.
+    """Check the cut of one parameter as a strategy file describes it. Return it as a :class:`Cut`.
 
     Raises:
-        ValueError: the layout is impossible.
+        ValueError: such a cut is impossible.
     """
     devices = layout.dev_matrix
     if not devices or len(devices) > DIMENSIONS_MAX or len(layout.tensor_map) > DIMENSIONS_MAX:
@@ -211,7 +212,7 @@ def _cut(name: str, layout: _Layout) -> Cut:
 
 
 def _of_json(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
-    """Return the pipeline stage and the layouts by parameter name, from the JSON form of a strategy file."""
+    """Return the pipeline stage and the cut of each parameter by name, from the JSON form of a strategy file."""
     file = msgspec.json.decode(data, type=_File)
     stage = next(iter(file.parallel_strategy_item.values()), _Stage()).stage
     if stage < 0:
@@ -220,7 +221,7 @@ def _of_json(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
 
 
 def _of_protobuf(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
-    """Return the pipeline stage and the layouts by parameter name, from a ``ParallelStrategyMap`` message."""
+    """Return the pipeline stage and the cut of each parameter by name, from a ``ParallelStrategyMap`` message."""
     stages: list[int] = []
     layouts: dict[str, _Layout] = {}
     told = _Told()
@@ -243,7 +244,7 @@ def _stage(item: Value) -> int:
 
 
 def _item(item: Value, told: _Told) -> tuple[str, _Layout]:
-    """Return the parameter name and the layout in a ``ParallelLayoutItem`` message."""
+    """Return the name and the cut of the parameter in a ``ParallelLayoutItem`` message."""
     name, layout = "", _Layout([], [])
     for number, value in fields(message(item)):
         if number == 1:
@@ -254,7 +255,7 @@ def _item(item: Value, told: _Told) -> tuple[str, _Layout]:
 
 
 def _layout(data: memoryview, told: _Told) -> _Layout:
-    """Return the layout in a ``ParallelLayouts`` message, without field 4 (index offsets of a lookup)."""
+    """Return the cut of a parameter in a ``ParallelLayouts`` message, without field 4 (index offsets of a lookup)."""
     lists: dict[int, list[list[int]]] = {1: [], 2: [], 3: []}
     numbers = {5: 0, 6: 0, 7: 0}
     for number, value in fields(data):
@@ -272,13 +273,13 @@ def _layout(data: memoryview, told: _Told) -> _Layout:
 
 
 class _Told:
-    """A counter of the numbers that a file holds, which raises an error above ``NUMBERS_MAX``."""
+    """A counter of the numbers read from one file. It raises an error above ``NUMBERS_MAX``."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def numbers(self, data: memoryview) -> list[int]:
-        """Return the numbers of the repeated field 1 of a message, and count them."""
+        """Return the numbers in the repeated field 1 of a message, and add their count to ``count``."""
         found: list[int] = []
         for number, value in fields(data):
             if number != 1:

@@ -5,8 +5,8 @@ target. Each stored box is read in extents (pieces of a file), because a digest 
 are contiguous in the target is read directly into it. Any other extent is read into a scratch buffer and *scattered*:
 its elements are copied to the target. Adjacent extents are planned, read and scattered together, and hashed while they
 are in the processor's cache. An extent with a wrong digest does not count, and its elements are read from another copy.
-The other extents of its box may still replace damaged extents of other boxes. Bytes that the page cache has are read
-without waiting, in small pieces. Files are not mapped, because each page would be mapped and unmapped for one use.
+Intact extents of the same box are still used. Bytes in the page cache are read without waiting, in small pieces. Files
+are not mapped, because each page would be mapped and unmapped for a single read.
 
 Invariants:
 1. When a load returns, every element of every target came from an extent whose digest matched.
@@ -60,7 +60,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         mismatched: names of targets with another shape or dtype in the checkpoint, which were left untouched.
         unexpected: names of tensors of the checkpoint that have no target.
 
-    The three lists have only names that the caller allowed to differ.
+    These three lists only have names that the caller allowed to differ.
     """
 
     save_id: SaveId
@@ -121,16 +121,18 @@ def load_into(
         known: names of tensors that other ranks load (pipeline stages, experts).
         missing, unexpected: names of plain values that only the caller has (``missing``) or only the checkpoint has
             (``unexpected``). They count like tensors.
-        optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
-        strict: True: other names may not be missing on either side. Another shape or dtype is refused in any case.
+        optional: name patterns (``fnmatch``). Matching names may be missing among the targets or in the checkpoint, or
+            differ in shape or dtype.
+        strict: True: names without such a pattern must be among the targets and in the checkpoint. False: they may be
+            missing, but not differ in shape or dtype.
         first: names of targets to fill before all others.
-        check: called after ``first`` is filled, with the names of targets that are left out. An error that it raises
-            ends the load.
+        check: called after ``first`` is filled, with the names of targets that will not be filled. An error in this
+            call ends the load.
         threads: number of threads that read; 0: the host's cores divided among its ranks (for a remote store: a few).
 
     Raises:
-        CheckpointInvalid: a file is torn, damaged or missing, and is named. The targets hold garbage.
-        CheckpointMismatch: names, shapes or dtypes differ. The first differences are listed, nothing was loaded.
+        CheckpointInvalid: a file is damaged or missing; the error names it. The targets hold garbage.
+        CheckpointMismatch: names, shapes or dtypes differ. The error lists the first differences. Nothing was loaded.
         StateError: a buffer does not fit its box.
     """
     started_s = time.perf_counter()
@@ -182,7 +184,7 @@ def load_catalogue(path: Place | str | Opened) -> Catalogue:
 
 
 def load_values(path: Place | str | Opened) -> dict[str, object]:
-    """Return the plain values common to all ranks, as the lowest rank wrote them.
+    """Return the plain values that are not rank-local, as the lowest rank of the save wrote them.
 
     Raises:
         CheckpointInvalid: a file is missing or damaged.
@@ -195,12 +197,14 @@ def load_values(path: Place | str | Opened) -> dict[str, object]:
 def load_values_of_all(
     path: Place | str | Opened, names: Collection[str] | None = None, rank: int = -1
 ) -> list[dict[str, object]]:
-    """Return the common plain values as each rank wrote them, one dict per rank. They differ between pipeline stages.
+    """Return the plain values that are not rank-local, one dict per rank that wrote them.
+
+    The dicts of ranks of different pipeline stages differ.
 
     Args:
         path: the checkpoint.
-        names: tensors of the rank that loads: return only the values of the ranks that it needs, the most important
-            first. None: return the values of all ranks, ascending.
+        names: tensors of the rank that loads. Only the dicts that this rank needs are returned, the most important
+            first. None: return the dicts of all ranks, in ascending order of ranks.
         rank: the rank that loads; -1: none in particular.
 
     Raises:
@@ -236,7 +240,7 @@ def _index(path: Place | str | Opened) -> Index:
 
 
 class BoxLoader:
-    """The reader that fills regions of targets from the stored boxes of one checkpoint."""
+    """The reader that fills regions of targets (boxes with a buffer) from the stored boxes of one checkpoint."""
 
     def __init__(self, directory: Attempt, index: Index, threads: int) -> None:
         self.directory = directory
@@ -267,7 +271,7 @@ class BoxLoader:
     def load(self, wanted: list[tuple[LoadTarget, Box]]) -> None:
         """Fill regions of targets, given as pairs (target, region).
 
-        Elements of damaged extents are read from other copies, until no damaged extent is left.
+        Elements of a damaged extent are read from another copy. This is repeated if that copy is damaged.
 
         Raises:
             CheckpointInvalid: a region has no intact copy.
@@ -414,14 +418,15 @@ def _is_there(_offset: int, _piece: memoryview) -> bool:
 
 
 def _buffer(read: Read, at: int, scratch: memoryview) -> memoryview:
-    """Return the buffer for the bytes of a read: the target itself, or the scratch buffer from offset ``at``."""
+    """Return the buffer for the bytes of a read: a part of the target's buffer, or of the scratch buffer at ``at``."""
     return scratch[at : at + read.size_bytes] if read.into is None else read.into
 
 
 def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]) -> list[int] | None:
-    """Return the indices of extents that do not match their digests; None if ``fill`` could not fill all of ``data``.
+    """Return the indices of extents that do not match their digests; None if ``fill`` returned False.
 
-    Each piece is hashed as soon as it was filled, while it is in the private cache of the core.
+    ``fill(offset, piece)`` reads a piece of ``data`` from the file. Each piece is hashed as soon as it was filled,
+    while it is in the private cache of the core.
     """
     each, wrong = read.stored.extent_size_bytes, []
     for n in range(read.first, read.last):
@@ -438,7 +443,7 @@ def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]
 
 
 def _settle(file: SourceFile, read: Read, data: memoryview, wrong: Sequence[int]) -> list[_Bad]:
-    """Copy the intact extents of a read from the scratch buffer to the targets. Return the others as failed reads."""
+    """Copy the intact extents of a read from the scratch buffer to the targets. Return failed reads of the others."""
     if read.into is None:
         _scatter_sound(read, data, wrong)
     return [_Bad(cut, _why(file, cut)) for cut in (read.cut(n, n + 1) for n in wrong)]
@@ -508,7 +513,7 @@ def _check_target(target: LoadTarget) -> None:
 
 
 class _Differences(msgspec.Struct):
-    """The differences between the checkpoint and the targets, by name. ``mismatched`` has a line of text for each."""
+    """The differences between the checkpoint and the targets, by name. ``mismatched`` has a line of text per name."""
 
     missing: list[str]
     unexpected: list[str]

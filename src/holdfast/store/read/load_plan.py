@@ -1,13 +1,13 @@
 """The extents (pieces of files) that a load needs, their positions in the targets, and the order of the reads.
 
 Theory. A digest covers an extent, so extents are read whole. Of a stored box, only the extents with elements of a
-wanted region are needed. If that region is one range of flat elements both in the box and in the target, whole extents
+wanted region are needed. If that region is contiguous in C order, both in the box and in the target, extents inside it
 are read directly into the target. All other extents are *scattered*: read into a scratch buffer, from which their
-elements are copied. Neighbouring extents that are treated alike form one *run*: they are planned, read and scattered
-together, however small they are.
+elements are copied. Neighbouring extents that are all read directly, or all scattered, form one *run*. They are
+planned, read and scattered together, however small they are.
 
 Invariants:
-1. Every element of every wanted region lies in exactly one run of each stored box that was chosen for it.
+1. Every element of a wanted region lies in exactly one run of each stored box that was chosen for this region.
 2. A run is not longer than a batch, or it is one extent.
 """
 
@@ -39,9 +39,10 @@ class LoadTarget(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct):
-    """One read: the extents ``first`` to ``last`` (exclusive) of a stored box, for the ``pieces`` (target, region).
+    """One read: the extents ``first`` to ``last`` (exclusive) of a stored box.
 
-    ``into`` is the part of a target's buffer to read into. None: read into a scratch buffer, and copy the elements.
+    ``pieces`` are the pairs (target, region) to fill. ``into`` is the part of a target's buffer to read into. None:
+    read into a scratch buffer, and copy the elements.
     """
 
     stored: StoredBox
@@ -71,7 +72,10 @@ class Read(msgspec.Struct):
 
 
 def reads_of(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]], limit_bytes: int) -> list[Read]:
-    """Return the reads of a stored box that ``pieces`` need, each of at most ``limit_bytes`` (or one extent)."""
+    """Return the reads of a stored box for ``pieces`` (pairs of target and region), of at most ``limit_bytes`` each.
+
+    An extent larger than ``limit_bytes`` is one read.
+    """
     step = max(1, limit_bytes // stored.extent_size_bytes)
     reads: list[Read] = []
     for first, last, needed, place in _runs(stored, pieces):
@@ -89,7 +93,7 @@ _Run: TypeAlias = tuple[int, int, Sequence[tuple[LoadTarget, Box]], int | None]
 
 
 def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterator[_Run]:
-    """Yield the extents that ``pieces`` need, in runs: neighbours for the same pieces and with the same handling."""
+    """Yield runs: neighbouring extents that the same ``pieces`` (target, region) need, and that are read in one way."""
     box, item = stored.record.box, DTYPE_SIZE_BYTES[stored.record.dtype]
     each, count = stored.extent_size_bytes // item, len(stored.record.digests)
     if len(pieces) > 1:
@@ -114,8 +118,8 @@ def _fates(
 ) -> tuple[tuple[int, int, int | None], ...]:
     """Return the runs of extents, among ``first`` to ``last``, that hold elements of a region of a stored box.
 
-    A run is (first extent, one after the last, offset in the target). The offset is in elements; None: the run is
-    scattered. An extent has ``each`` elements. The answers are cached, because tensors of a model have few shapes.
+    A run is (first extent, one after the last, offset in the target). The offset is in elements; None: the elements are
+    copied from a scratch buffer. An extent has ``each`` elements. Results are cached: a model has few shapes.
     """
     start, stop, gap = _spread(box, region)
     first, last = max(start // each, first), min(-(-stop // each), last)
@@ -138,7 +142,7 @@ def _fates(
 
 
 def _spread(box: Box, region: Box) -> tuple[int, int, int]:
-    """Return the first and last (exclusive) flat element of a box that a region spans, and the longest gap between."""
+    """Return the first and last (exclusive) element of a box, in C order, in a region, and the region's longest gap."""
     start, span, gap, stride = 0, 1, 0, 1
     for offset, size, at, length in zip(
         reversed(region.offsets),
@@ -158,9 +162,9 @@ def _spread(box: Box, region: Box) -> tuple[int, int, int]:
 def in_order(reads: list[Read]) -> list[Read]:
     """Return the reads in the order of the tensors in the files, with all files read in parallel.
 
-    The reads are divided into windows of ``WINDOW_SIZE_BYTES``. Within a window, neighbours in a file stay neighbours.
-    So the parts of one target from several files are read while the target is in the processor's cache. The disk reads
-    ahead in several files at once.
+    The reads are divided into windows of ``WINDOW_SIZE_BYTES``. Within a window, the reads of one file are in the order
+    of their offsets. So the parts of one target from several files are read while the target is in the processor's
+    cache. The disk reads ahead in several files at once.
     """
 
     def place(read: Read) -> tuple[int, str, int]:
@@ -176,7 +180,7 @@ def in_order(reads: list[Read]) -> list[Read]:
 
 
 def batches_of(reads: Sequence[Read], limit_bytes: int) -> list[list[Read]]:
-    """Group reads of adjacent bytes of one file into batches of at most ``limit_bytes``, each read with one call."""
+    """Group reads of adjacent bytes of one file into batches of at most ``limit_bytes``. One call reads a batch."""
     batches: list[list[Read]] = []
     size_bytes = 0
     for read in reads:

@@ -1,9 +1,9 @@
 """Validation of a checkpoint: a pure function of the files in its directory.
 
-Theory. A checkpoint is valid if all its manifests have the same save id and the same catalogue, every writer's manifest
-exists, and the boxes in intact files cover every tensor of the catalogue. The seal is only a cached answer: it is
-neither needed nor trusted. The shallow check reads manifests, file sizes and headers. The deep check also hashes every
-extent (piece of a file).
+Theory. A checkpoint is valid if all its manifests have the same save id and the same catalogue, the manifest of every
+rank that takes part exists, and the boxes in intact files cover every tensor of the catalogue. The seal is only a
+cached answer: it is neither needed nor trusted. The shallow check reads manifests, file sizes and headers. The deep
+check also hashes every extent (piece of a file).
 
 Invariants:
 1. Deleting, truncating or swapping any file that the catalogue needs makes the answer "invalid", with the file named.
@@ -89,12 +89,12 @@ class Index(msgspec.Struct, frozen=True):
 
     @property
     def copies(self) -> int:
-        """The number of ranks that the save promises to write each box."""
+        """The number of ranks that write each box in this save (fewer if the box has fewer holders)."""
         return next(iter(self.manifests.values())).copies
 
 
 class Validity(msgspec.Struct, frozen=True):
-    """The judgement of :func:`inspect`. ``reason`` names the first broken rule; ``damage`` lists all damage."""
+    """The result of :func:`inspect`. ``reason`` names the first broken rule; ``damage`` lists all damage."""
 
     path: str
     valid: bool
@@ -130,7 +130,7 @@ def inspect(
         progress: called with the size in bytes of each extent after it was checked (deep only).
 
     Returns:
-        The judgement, with the reason and the damage.
+        Whether the checkpoint is valid, with the reason and the damage.
 
     Raises:
         StoreUnreachable: the files cannot be read now.
@@ -152,9 +152,9 @@ def inspect(
 
 
 def judge(directory: Attempt, index: Index, more: Sequence[str] = ()) -> Validity:
-    """Return the judgement "valid" for a checkpoint whose index was read without an error.
+    """Return the result "valid" for a checkpoint whose index was read without an error.
 
-    ``more`` is further damage to list, which copies can replace.
+    ``more`` is further damage to list. Copies can replace the damaged data.
     """
     sealed, broken = _seal(directory, index)
     some = next(iter(index.manifests.values()))
@@ -244,7 +244,7 @@ def _read_json(directory: Attempt, name: str, decode: Callable[[bytes, str], T],
 
 
 def json_files(index: Index) -> Iterator[tuple[str, bytes]]:
-    """Yield name and only possible content of each JSON file except the seal: an original, then its copy (if any)."""
+    """Yield name and correct content of each JSON file except the seal: an original, then its copy (if any)."""
     originals = [(form.CATALOGUE_NAME, form.wrap(index.catalogue.to_json()))]
     for rank, manifest in index.manifests.items():
         originals.append((form.rank_name(rank), form.encode_manifest(manifest)))
@@ -255,7 +255,7 @@ def json_files(index: Index) -> Iterator[tuple[str, bytes]]:
 
 
 def check_copies(directory: Attempt, index: Index) -> tuple[str, ...]:
-    """Return the damage of the copies of the JSON files, if the checkpoint promises copies."""
+    """Return a line of text per damaged copy of a JSON file; empty if the checkpoint has no copies."""
     found: list[str] = []
     for name, data in json_files(index):
         if name.startswith(form.COPY_PREFIX):
@@ -270,7 +270,7 @@ def check_copies(directory: Attempt, index: Index) -> tuple[str, ...]:
 
 
 def seal_of(index: Index) -> bytes:
-    """Return the only possible content of the seal of this checkpoint."""
+    """Return the correct content of the seal file of this checkpoint."""
     return form.encode_seal(index.save_id, index.catalogue.digest, index.digests)
 
 
@@ -294,7 +294,7 @@ def check_coverage(
     Args:
         index: the content of the JSON files.
         where: the checkpoint, for messages.
-        bad: the damaged extents by ``id()`` of their ``StoredBox``. Each maps an extent's number to a line about it.
+        bad: damaged extents, by ``id()`` of the ``StoredBox``: a dict from the number of an extent to a line about it.
         names: names of the tensors that count; None: all.
 
     Raises:
@@ -428,7 +428,7 @@ def _check_known(record: BoxRecord, catalogue: Catalogue, where: Place) -> None:
 
 
 def _each(directory: Attempt, function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Yield the result of ``function`` for each item, several at a time if the store is remote."""
+    """Yield the result of ``function`` for each item. For a remote store, several calls run at the same time."""
     if directory.parallel == 1 or len(items) < 2:
         yield from map(function, items)
         return

@@ -1,16 +1,16 @@
-"""The state files of the memory tier: the newest states of each rank, in shared memory that outlives its process.
+"""The state files of the memory tier: the newest states of each rank, in shared memory that survives the rank.
 
 Theory. Each rank has two slots, which are files in the private directory of the run's status pages. A state is copied
-into the slot without the newest state. So a kill during a copy costs the older state, never both. A slot begins with
-one *marker*: the step, the offset and digest of a description, and a digest of the marker itself. The marker is zeroed
-before the first byte of the slot changes and stored after the last byte, so an incomplete copy has none. The
-description has a digest of every box. After the block of a step the script may still change its state. When these
-changes are over, a second word after the marker is set: the state is then *whole*.
+into the slot that does not hold the newest state. So a kill during a copy costs the older state, never both states. A
+slot begins with one *marker*: the step, the offset and digest of a description, and a digest of the marker itself. The
+marker is zeroed before the first byte of the slot changes and stored after the last byte, so a slot with an incomplete
+copy has no marker. The description has a digest of every box. After the block of a step the script may still change its
+state. After these changes the word after the marker is set: the state is then *whole*.
 
 Invariants:
-1. A slot without a sound marker holds nothing. Its earlier content is lost from the moment the copy begins.
-2. Nothing is read from a slot before all its digests are verified. A slot with a wrong digest is dropped for all
-   readers.
+1. A slot without a valid marker holds nothing. A new copy into a slot destroys its earlier content at once.
+2. Nothing is read from a slot before all its digests are verified. A slot with a wrong digest is dropped: its
+   marker is zeroed.
 3. The memory is allocated before it is written. So a lack of memory is an error here, not a SIGBUS in a copy.
 4. A whole state no longer changes.
 """
@@ -71,8 +71,8 @@ class KeptBox(msgspec.Struct, frozen=True, array_like=True):
 class Description(msgspec.Struct, frozen=True):
     """The description of a slot: the state of ``rank`` after ``step`` updates.
 
-    ``values`` (common) and ``local`` (of this rank) are plain values as JSON. ``amended``: the state includes the
-    changes that the script made after the block of the previous step.
+    ``values`` (common to all ranks) and ``local`` (of this rank) are plain values as JSON. ``amended``: the state
+    includes the changes that the script made after the block of the previous step.
     """
 
     step: int
@@ -184,8 +184,8 @@ class Slots:
     ) -> int:
         """Copy the state after ``step`` updates into the slot with the older state. Return the state's size in bytes.
 
-        ``values`` (common) and ``local`` (of this rank) are plain values as JSON. ``amended``: the state includes the
-        changes that the script made after the block of the previous step.
+        ``values`` (common to all ranks) and ``local`` (of this rank) are plain values as JSON. ``amended``: the state
+        includes the changes that the script made after the block of the previous step.
 
         Raises:
             StateError: shared memory is full.
@@ -208,8 +208,8 @@ class Slots:
     def room(self, step: int, size_bytes: int) -> memoryview:
         """Return the memory of an emptied slot of at least ``size_bytes``, for the state of ``step``.
 
-        States of later steps are dropped, because the job has returned to an earlier step. If both slots are still in
-        use, the older state is given up.
+        States of later steps are dropped, because the job has returned to an earlier step. If both slots still hold
+        states, the older state is dropped.
 
         Raises:
             StateError: shared memory is full.
@@ -239,7 +239,7 @@ class Slots:
             path.unlink(missing_ok=True)
 
     def _emptied(self, size_bytes: int, step: int | None = None) -> memoryview:
-        """Return the memory of a slot with a zeroed marker: the slot of ``step``, otherwise the empty or older slot."""
+        """Zero the marker of the slot of ``step`` (otherwise of an empty or the older slot), and return its memory."""
         held = [marked_step(path) for path in self._paths]
         number = min(range(SLOTS), key=lambda n: (held[n] != step, -1 if held[n] is None else held[n]))
         memory = self._memory(number, size_bytes)
@@ -257,7 +257,7 @@ class Slots:
 
 
 def map_file(path: Path, size_bytes: int) -> mmap.mmap:
-    """Return a writable mapping of a file, which is made or grown to at least ``size_bytes``. All of it is allocated.
+    """Return a writable mapping of a file. The file is made, or grown to ``size_bytes``, and its memory allocated.
 
     Raises:
         StateError: shared memory is full.
@@ -315,7 +315,7 @@ class Incoming:
 
 
 def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int) -> tuple[int, bytes, bytes]:
-    """Return size and marker of the slot with the state of ``step``, and ``size_bytes`` of its bytes from ``start`` on.
+    """Return size and marker of the slot with the state of ``step``, and ``size_bytes`` bytes of the slot at ``start``.
 
     Raises:
         CheckpointInvalid: no slot of ``rank`` has a state of this step.
@@ -358,7 +358,7 @@ def open_kept(directory: Path, rank: int, step: int) -> Iterator[StoredState]:
     """Yield the verified state of ``rank`` after ``step`` updates.
 
     Raises:
-        CheckpointInvalid: the state is missing, or is damaged and then dropped.
+        CheckpointInvalid: the state is missing or damaged. A damaged state is dropped.
     """
     path = _slot_with(directory, rank, step)
     with Mapped(path) as data:
@@ -400,7 +400,7 @@ def read_marked(path: Path) -> Marked | None:
 
 
 def digest_of(marker: bytes) -> int:
-    """Return the digest of a slot's content, from its marker, in the 63 bits of a word of a status page."""
+    """Return the digest of a slot's content from the slot's marker. Its 63 bits fit into a word of a status page."""
     return int.from_bytes(marker[_OWN], sys.byteorder) & _WORD_MAX
 
 
@@ -429,7 +429,7 @@ def _read(path: Path, data: memoryview) -> StoredState:
     """Return the state in a slot, after a check that its boxes lie inside the slot. The boxes are not verified.
 
     Raises:
-        CheckpointInvalid: the slot holds no sound state.
+        CheckpointInvalid: the slot holds no valid state.
     """
     words = words_of(data[:MARKER_SIZE_BYTES])
     if not is_sound(words):
@@ -450,13 +450,13 @@ def _read(path: Path, data: memoryview) -> StoredState:
 
 
 def marker_of(step: int, start: int, description: bytes) -> bytes:
-    """Return the marker of a slot (or log entry) of ``step``, whose description begins at offset ``start``."""
+    """Return the marker of a slot or log entry of ``step``. The description of the entry begins at offset ``start``."""
     words = MAGIC, step + 1, start, len(description), xxhash.xxh3_64_intdigest(description)
     return _FORM.pack(*words, _own_digest(words))
 
 
 def words_of(marker: bytes | memoryview) -> tuple[int, ...]:
-    """Return the words of ``marker``; no words if it has another size, as in a file that ends inside of it."""
+    """Return the words of ``marker``; none if ``marker`` has not the size of a marker (the file ends too early)."""
     return _FORM.unpack(marker) if len(marker) == MARKER_SIZE_BYTES else ()
 
 
@@ -470,7 +470,7 @@ def _own_digest(words: tuple[int, ...]) -> int:
 
 
 def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
-    """Return each box with its offset in a slot and without its digest, and the end offset of the last box."""
+    """Return each box with its offset in a slot (its digest is a placeholder), and the end offset of the last box."""
     places: list[KeptBox] = []
     end = _DATA_AT
     for meta in layout.tensors:
@@ -486,7 +486,7 @@ class PiecewiseSource(TensorSource, Protocol):
     """A provider that can give the bytes of a box in small pieces, so that a device needs no copy of the whole box."""
 
     def pieces(self, fqn: str, box: Box) -> Iterator[memoryview]:
-        """Yield the bytes of ``view(fqn, box)`` in order. Each piece is valid until the next one is requested."""
+        """Yield the bytes of one box in C order, in pieces. Each piece is valid until the next piece is requested."""
 
 
 def _copy_all(source: TensorSource, boxes: tuple[KeptBox, ...], memory: memoryview) -> tuple[KeptBox, ...]:

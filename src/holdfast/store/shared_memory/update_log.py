@@ -1,14 +1,14 @@
-"""The update log of the memory tier: the inputs of the updates since a kept state, in memory that outlives the process.
+"""The update log of the memory tier: the inputs of the updates since a kept state, in memory that survives the rank.
 
 Theory. One file per rank is a ring of entries of equal size. The entry of step s is at s modulo the number of entries.
 An entry holds the local gradients that the update of its step used, and the settings of the parameter groups as JSON.
 Every tensor of an entry has a digest. As in a slot of the memory tier, the marker of an entry is zeroed before the
 first byte changes and stored after the last byte. From a state of step T and the entries of T, T + 1, ... up to s - 1
-without a hole, the state of s can be computed. The log is used only after this was tried once and gave the same bits. A
-word of the file records this proof.
+without a hole, the state of s can be computed. The log is used only after one such computation gave the bits of the
+real state. A word of the file records this proof.
 
 Invariants:
-1. An entry without a sound marker holds nothing. Its earlier content is lost from the moment the copy begins.
+1. An entry without a valid marker holds nothing. A new copy into an entry destroys its earlier content at once.
 2. Nothing is read from an entry before all its digests are verified.
 """
 
@@ -89,7 +89,7 @@ class UpdateLog:
     Args:
         directory: a directory in shared memory.
         rank: the rank whose updates the log holds.
-        entries: number of entries of the ring.
+        entries: number of entries of the ring, each with one update.
     """
 
     def __init__(self, directory: Path, rank: int, entries: int) -> None:
@@ -124,7 +124,7 @@ class UpdateLog:
         return end
 
     def prove(self) -> None:
-        """Record in the file that an update was computed again from this log, with the same bits."""
+        """Record in the file that an update was computed again from this log and gave the same bits."""
         if self._map is not None:
             self._map[_PROVEN] = _YES
 
@@ -174,9 +174,9 @@ def log_path(directory: Path, rank: int) -> Path:
 
 
 def reachable(directory: Path, rank: int, states: Sequence[int]) -> tuple[int, ...]:
-    """Return the steps, ascending, whose states of ``rank`` the log can compute from states of the steps ``states``.
+    """Return the steps (ascending) whose states the log of ``rank`` can compute from the states of other steps.
 
-    Only the markers of the update log are read, and no data is verified.
+    ``states`` are the steps of the kept states. Only the markers of the log are read, and no data is verified.
     """
     path = log_path(directory, rank)
     form = _form_of(path)
@@ -264,7 +264,7 @@ def _marked_step(marker: bytes) -> int | None:
 
 
 def _places(update: Update) -> tuple[_LogEntry, int]:
-    """Return an entry's description (offsets of the gradients, no digests), and the end offset of the last gradient."""
+    """Return an entry's description (with placeholders for digests), and the end offset of its last gradient."""
     places: list[_RecordPlace] = []
     end = ALIGNMENT
     for name, dtype, shape, data in update.gradients:

@@ -1,15 +1,16 @@
-"""Saves in the background: a copy of the share in shared memory, which another process writes during the training.
+"""Saves in the background: a rank's share is copied into shared memory, and another process writes it during training.
 
-Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is reused,
+Theory. A save delays the step by one memory copy of this rank's share (not of its whole state). The memory is reused,
 since a copy into fresh pages costs several times as much. The writer process gets its order before the copy and begins
-to write when most bytes have arrived. The written files count only when all bytes were copied. The writer runs in a
+to write when most bytes have arrived. The manifest is written only after all bytes were copied. The writer runs in a
 separate process session. When this worker is killed, the writer finishes the save in progress and ends. When the writer
 is killed, a new writer writes the same share from the same memory. One save is in progress at a time: when the disk is
 slower than the save interval, the next save is delayed (``busy``), never the training step.
 
 Invariants:
-1. A save contains the state at its call: tensors are copied and values encoded before ``save`` returns.
-2. Every accepted save ends in exactly one call of ``done``, from the thread that waits for the writer.
+1. A save contains the state of the call of ``save``, which copies all tensors and encodes all values.
+2. Every accepted save ends in exactly one call of ``done`` (the caller's function), from the thread that waits for the
+   writer.
 3. From the moment ``save`` returns, the checkpoint does not need this process any more.
 """
 
@@ -132,7 +133,7 @@ class WriterProcess:
         return writer
 
     def tell(self, message: StagedSave | Arrived | Withdrawn) -> None:
-        """Send a message to the writer without blocking. If the writer has ended, :meth:`answer` shows it."""
+        """Send a message to the writer without blocking. If the writer has ended, :meth:`answer` returns None."""
         try:
             self._line.send(msgspec.msgpack.encode(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError):
@@ -268,7 +269,7 @@ class BackgroundSaver(Closes):
         """Copy this rank's share into shared memory for the writer process, and return when all of it is copied.
 
         If the previous save is in progress, the call first waits for its end. The arguments are as in
-        :func:`write_share`.
+        :func:`write_share`: the root, the save's id and plan, all tensors, this rank, and the state to save.
 
         Raises:
             StateError: a value cannot be saved, or ``source`` gives another number of bytes than a box has. No save is
@@ -401,14 +402,16 @@ class _Placed(NamedTuple):
     def is_for(self, catalogue: Catalogue, plan: SavePlan, rank: int) -> bool:
         """Return True if this share was placed for the same catalogue, plan and rank.
 
-        Objects are compared by identity: comparing two plans would take as long as placing one."""
+        Objects are compared by identity, because a comparison of plans would take as long as placing a share.
+        """
         return self.catalogue is catalogue and self.plan is plan and self.rank == rank
 
 
 def _placed(catalogue: Catalogue, plan: SavePlan, rank: int) -> _Placed:
     """Return the offsets of a share's pieces in the pool (the shared memory).
 
-    The pieces are in the order of the files, and each file begins at a page. The disk can then read from the pool.
+    The pieces are in the order of the files, and each file begins at a page, so that the disk can read directly
+    from the pool.
     """
     items: list[WriteItem] = []
     parts: list[StagedPart] = []

@@ -7,7 +7,7 @@ So a save of any size takes a few short, non-blocking sends. The order (:class:`
 are copied. The writer begins with the bytes that have arrived while the worker still copies the others.
 
 Invariants:
-1. The worker writes only to the part of the pool that it has not announced. The writer never writes to the pool.
+1. The worker writes only to bytes of the pool that no message has announced. The writer never writes to the pool.
 2. No field of the description is trusted: offsets are checked against the size of the pool, lengths against limits.
 3. A pool that has grown is still the same file: worker and writer map it again, longer.
 """
@@ -192,7 +192,7 @@ class Pool(Closes):
 
 
 class PoolReader:
-    """The writer's read-only view of the memory that it shares with the worker. It is mapped again if it has grown."""
+    """The writer's read-only view of the memory that it shares with the worker. A view of grown memory is extended."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -202,7 +202,7 @@ class PoolReader:
         """Return the decoded :class:`SaveJob` whose offset and size in the pool are in ``order``.
 
         Raises:
-            InternalError: the range is outside of the pool, or has no :class:`SaveJob`.
+            InternalError: the range is outside of the pool, or its bytes are no :class:`SaveJob`.
         """
         if self._map is None or len(self._map) != order.pool_size_bytes:
             self._map = None
@@ -218,7 +218,7 @@ class PoolReader:
         return job
 
     def source(self, job: SaveJob, wait: Wait) -> StagedSource:
-        """Return the source of the tensor bytes of ``job``. It calls ``wait`` for bytes that may not have arrived."""
+        """Return the source of the tensor bytes of ``job``. The source calls ``wait`` before it returns bytes."""
         assert self._map is not None
         return StagedSource(memoryview(self._map), {(p.fqn, p.part): p for p in job.parts}, wait)
 
@@ -243,7 +243,7 @@ class StagedSource:
         return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
-        """Return the bytes of several pieces as one range of the pool; None if they do not follow each other there."""
+        """Return the bytes of several pieces as one range of the pool; None if the pieces are not adjacent."""
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None

@@ -1,16 +1,16 @@
 """Writing of one rank's share of a checkpoint, without communication with the other ranks.
 
 Theory. The plan names the pieces of boxes that this rank writes. Tensors come first, then the manifest that lists them:
-a rank's share exists when its manifest does. A rank that finds all manifests proves the checkpoint valid from its files
-and writes the seal (the file ``SEALED``). Several ranks may write the seal at once, because it is a pure function of
-the files.
+a rank's share exists when the manifest exists. A rank that finds all manifests proves the checkpoint valid from its
+files and writes the seal (the file ``SEALED``). Several ranks may write the seal at once, because it is a pure function
+of the files.
 
 Invariants:
 1. The order on disk: first the contents of all files of the share are durable. Then the files appear (catalogue,
    shards, manifest, copies). Then their names are durable. Only then the seal appears or the share is reported. A loss
    of power in between may leave a manifest without a shard. Such an attempt is not valid.
-2. Files that a manifest lists are never replaced by other content. A second call compares the finished share with its
-   files, and writes damaged files once more.
+2. Files that a manifest lists are never replaced by other content. A second save of a finished share compares
+   the state with the files, and writes damaged files again.
 3. A file has at most one box of a tensor, because torch DCP's reader needs that. The k-th box goes to the k-th file.
 """
 
@@ -43,9 +43,9 @@ BLOCK_SIZE_BYTES_MAX = 128 * 1024 * 1024
 EXTENT_SIZE_BYTES = 512 * 1024
 EXTENT_SIZE_BYTES_MAX = 8 * 1024 * 1024
 EXTENTS_OF_SHARE = 2048
-"""Limit of the extents of a share, before larger extents are used.
+"""Number of extents of a share above which larger extents are used.
 
-With small extents a load into another layout reads less. With large ones the manifest of a large share stays small.
+With small extents a load into another layout reads less. With large extents the manifest of a large share is small.
 """
 
 _Span: TypeAlias = tuple[int, int]
@@ -56,7 +56,7 @@ class TensorSource(Protocol):
     """A provider of the bytes of the boxes that this rank declared."""
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the C-contiguous bytes of exactly this box. They must not change before the save returns."""
+        """Return the C-contiguous bytes of exactly this box. The bytes must not change before the save returns."""
 
 
 @runtime_checkable
@@ -81,7 +81,7 @@ class ByteRun(Protocol):
 class WrittenShare(msgspec.Struct, frozen=True):
     """The result of writing one share.
 
-    ``sealed``: this rank found the shares of all ranks, and has sealed the checkpoint.
+    ``sealed``: True if this rank found the shares of all ranks, and has sealed the checkpoint.
     """
 
     sealed: bool
@@ -252,7 +252,7 @@ class _Share:
         return files, records
 
     def measure(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
-        """Return the same entries as :meth:`write`, from a hash of the bytes in memory, without writing."""
+        """Return the manifest's entries, as :meth:`write` does. Hash the bytes in memory, and write nothing."""
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
@@ -317,7 +317,7 @@ class _Share:
         """Write all data of a file in growing blocks, and hash it in another thread. Return the digests in order.
 
         One large write keeps the disk busy. After each of many small writes the writer would wait for a processor. A
-        block is hashed after it was written, the last one while it is written.
+        block is hashed after its write, but the last block during its write.
         """
 
         def digest(span: _Span) -> str:

@@ -4,8 +4,8 @@
 ``store/write/async_save.py`` in a separate process session. It executes one *order* (the message to write one save)
 after the other. When the worker has ended (its socket is closed, or its process is gone), the writer executes an order
 that is still in the socket, and then ends. It begins an order while the worker still copies the tensors. If the worker
-ends before it has copied all of them, the order is dropped, and no manifest names the written data. The writer ignores
-SIGINT, SIGTERM and SIGHUP: the worker handles them, and a writer that obeyed would drop a save that is nearly done.
+ends before all tensors are copied, the order is dropped, and no manifest names the written data. The writer ignores
+SIGINT, SIGTERM and SIGHUP: the worker handles them, and a writer that ended would lose a save that is nearly done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.store.write.writer import WrittenShare, write_share
 
 
 class Dropped(Exception):
-    """The error that the remaining bytes of an order (a save to write) will not arrive."""
+    """The error raised if the remaining bytes of an order (a save to write) will not arrive."""
 
 
 class WorkerLine:
