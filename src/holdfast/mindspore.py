@@ -91,7 +91,7 @@ def session(
         options: the options of ``holdfast.session``.
 
     Raises (when the session is entered):
-        UnsupportedError: MindSpore version, parallel mode or training cell.
+        UnsupportedError: the MindSpore version, the parallel mode or the training cell is not supported.
         Other errors: see ``holdfast.session``.
     """
     configure_logging()
@@ -235,7 +235,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
 
         Code that other callbacks run from now on belongs to this step, before its block.
 
-        If the training begins within an epoch, the callbacks ran this code in an earlier process.
+        If the training begins within an epoch, do nothing: the callbacks ran this code in an earlier process.
         """
         assert self._steps is not None
         if not self._within:

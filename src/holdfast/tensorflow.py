@@ -49,7 +49,7 @@ def session(
         options: the options of ``holdfast.session``.
 
     Raises (when the session is entered):
-        UnsupportedError: TensorFlow's version or strategy.
+        UnsupportedError: the version of TensorFlow or the strategy is not supported.
         Other errors: see ``holdfast.session``.
     """
     configure_logging()
@@ -91,7 +91,7 @@ class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
         Code that other callbacks run from now on belongs to this step, before its block.
 
-        If the training begins within an epoch, the callbacks ran this code in an earlier process.
+        If the training begins within an epoch, do nothing: the callbacks ran this code in an earlier process.
         """
         if self._session.step % (self.epoch_steps or self.params.get("steps") or 1) == 0:
             self._given = next(self._steps)

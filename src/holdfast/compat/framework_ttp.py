@@ -1,4 +1,4 @@
-"""``mindio_ttp.framework_ttp``: the functions that MindSpore 2.10 and Megatron scripts call, for Holdfast's controller.
+"""``mindio_ttp.framework_ttp``: the functions that MindSpore 2.10 and Megatron scripts call, done by Holdfast.
 
 ``tft_*`` are MindSpore's names, ``ttp_*`` the older names of Megatron scripts. Only the dying checkpoint (``TTP:1``) is
 supported. It is the checkpoint that sound ranks (ranks with a whole state) write after a fault, before all ranks exit.
@@ -71,11 +71,11 @@ class _State:
         self.standing = StepState(bound=False)
 
     def start(self, rank: int, world_size: int, bound: bool) -> None:
-        """Make the processor of this rank, and keep the arguments of the save handler that were given before.
+        """Make the :class:`Processor` of this rank. Keep arguments that the script has set for the save handler.
 
         Args:
             rank, world_size: rank of this process and number of ranks.
-            bound: see :class:`StepState`.
+            bound: True if the script sets the arguments of the save handler for each step.
         """
         given, self.standing = self.standing.arguments, StepState(bound)
         if given is not None:
@@ -83,14 +83,17 @@ class _State:
         self.processor = Processor(rank, world_size, self.call, self.standing)
 
     def need(self) -> Processor:
-        """Return the processor of this rank. Raises: UsageError: the script has made none."""
+        """Return the :class:`Processor` of this rank. Raises: UsageError: the script has made none."""
         if self.processor is None:
             raise UsageError("no TTP processor in this process",
                              hint="tft_init_processor(...), or ttp_init_processor(...), comes first")  # fmt: skip
         return self.processor
 
     def call(self, name: str, order: Message) -> None:
-        """Call the handler registered under ``name``, if there is one, with the arguments that fit ``order``."""
+        """Call the handler registered under ``name``, if there is one.
+
+        Its first arguments are those of ``order``, such as step and plan. Then its registered context follows.
+        """
         handler = self.handlers.get(name)
         if handler is None:
             return

@@ -31,7 +31,7 @@ class _Patching(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """A finder for :data:`PACKAGE` alone, which removes itself when the package is imported."""
+    """A finder for the package ``mindspore`` alone, which removes itself when the package is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

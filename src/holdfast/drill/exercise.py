@@ -125,7 +125,7 @@ class Drill:
         base: the directory, which the drill makes.
         exercise: the training.
         seed: seed of all random choices of faults.
-        progress: see :data:`runner.Progress`.
+        progress: called with the name of a run, its current step, and the number of faults injected so far.
     """
 
     def __init__(self, base: Path, exercise: Exercise, seed: int, progress: Progress) -> None:

@@ -63,9 +63,9 @@ def last_words(directory: Path) -> list[Excerpt]:
 
 
 def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
-    """Return the first fault since the last recovery that the rank itself caused (an exception or an exit); None: none.
+    """Return ``(attempt, rank)`` of the first unhandled exception since the last recovery; None: there was no fault.
 
-    The fault is ``(attempt, rank)``: the number of the start of all workers, and the rank.
+    Without an exception it is the first exit of a rank. ``attempt`` is the number of the start of all workers.
     """
     faults = RunHistory.read(events).unanswered
     return next(((f.attempt, f.rank) for kind in OWN_DOING for f in faults if f.kind == kind), None)

@@ -86,7 +86,7 @@ class Injected(msgspec.Struct, frozen=True):
 class FaultInjector:
     """The injector of the faults of a plan, one after the other.
 
-    It injects a fault only after the run has recovered from the fault before, unless that was a flipped bit.
+    It injects a fault only after the run has recovered from the previous fault. It does not wait after a flipped bit.
 
     Args:
         run: the run.
@@ -226,7 +226,7 @@ class FaultInjector:
     def _hit(self, kind: Kind, victims: list[PageSeen]) -> tuple[int, int] | None:
         """Send the signal of ``kind`` to all victims.
 
-        Return the time and the committed step; None if the first victim was gone.
+        Return the time in ns and the committed step before the signal; None if the first victim was gone.
         """
         committed = self.run.committed_step()
         moment_ns = time.monotonic_ns()

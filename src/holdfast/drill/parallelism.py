@@ -39,7 +39,7 @@ class Divided(NamedTuple):
         network: the wrapped module, whose forward the training calls.
         copies: the number of ranks, or groups of ranks, that train on different data.
         copy: the number of this rank's copy; None: the rank's own number.
-        group: the process group of the ranks that hold copies of this part, if its first rank's buffers count for all.
+        group: the process group over which DDP sends the buffers of its first rank to the others; None: no DDP.
         pipeline: runs forward and backward, if the model is a pipeline.
     """
 

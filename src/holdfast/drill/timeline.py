@@ -1,8 +1,8 @@
 """Reports of injected faults, made from the injector's records and the event log (pure).
 
 Times are seconds from the fault itself, by the injector's clock, to the event of each phase. If a second fault comes
-during a recovery, an event can occur twice. The occurrence that counts is chosen as in the run's own report
-(``core.job.fault.reach``).
+during a recovery, an event can occur twice. Then the last event counts for the phases ``restored`` and ``resumed``, and
+the first event for all other phases, as in the run's own report (``core.job.fault.reach``).
 """
 
 from __future__ import annotations

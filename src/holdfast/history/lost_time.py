@@ -2,7 +2,7 @@
 
 Theory. Goodput is the time of a run without these times:
 - its **start** (until all sessions are open),
-- times in which it **stands still** (until a hang is found),
+- times in which the run **stands still** (until a hang is found),
 - **recoveries** (from a fault to the next committed step),
 - steps that are **redone**,
 - the time that steps wait for a **save**,
@@ -119,7 +119,7 @@ class LostTime:
 
 
 def _covered(times: Iterable[Times], first: float, last: float) -> float:
-    """Return the seconds between ``first`` and ``last`` that lie in at least one of the given times."""
+    """Return the seconds between ``first`` and ``last`` that lie in at least one of the given intervals."""
     covered_s, until = 0.0, first
     for begin, end in sorted(times):
         covered_s += max(0.0, min(end, last) - max(begin, until))

@@ -30,8 +30,8 @@ class Replay:
     Attributes:
         position: the position of the framework's loop at the step from which the session was resumed; empty without a
             resume.
-        own: plain values of this rank alone that were committed with that position; None: they are not known.
-        drawn: the batches of this rank, compared with the batches that the process before it drew.
+        own: plain values of this rank alone that were committed with ``position``; None: they are not known.
+        drawn: the batches of this rank, compared with those that the earlier process with this rank drew.
         may_differ: True: the position may differ between ranks (metrics of their own data, times), so the session
             does not warn.
         shows_committed_steps: the result of ``state_dict`` changes only when a step commits, so no step copies it.

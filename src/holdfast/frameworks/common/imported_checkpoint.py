@@ -19,7 +19,7 @@ Progress = Callable[[int], object]
 
 
 def import_id(step: int) -> SaveId:
-    """Return the save id of an imported state after ``step`` updates.
+    """Return the id of the save of an imported state after ``step`` updates.
 
     Raises:
         UsageError: ``step`` is negative, or too large for a checkpoint.

@@ -92,7 +92,7 @@ class NumpyState:
 
 
 def metas_to_fill(shards: Iterable[Shard]) -> list[tuple[TensorMeta, memoryview]]:
-    """Return the box of each shard with the writable bytes of its array, as ``Restore.buffers`` must."""
+    """Return the box of each shard with the writable bytes of its array: the result of ``Restore.buffers``."""
     return [(TensorMeta(t.fqn, t.dtype, t.shape, t.box), t.buffer) for t in NumpyState(shards).targets()]
 
 

@@ -371,7 +371,7 @@ class TcpGroup:
 
 
 class _PeerLine(NamedTuple):
-    """A connection to a peer, with the state of the tags in each direction."""
+    """A connection to a peer, with the seal of each direction, which makes or checks tags."""
 
     sock: socket.socket
     outgoing: DirectionSeal
@@ -525,7 +525,7 @@ def meet(
     """Publish the address of this rank, and wait for those of all others. Return the addresses by rank.
 
     Args:
-        space: first part of the keys under which the ranks publish.
+        space: first part of the keys in the agents' key-value store under which the ranks publish.
 
     Raises:
         GroupError: not all ranks published within ``limit_s`` seconds (the error names the missing ranks), or a fault

@@ -63,7 +63,7 @@ class SampleDeal(NamedTuple):
 
     @property
     def share(self) -> int:
-        """The number of samples in one batch of each shard together."""
+        """The number of samples that all shards together draw in one batch each."""
         return self.copies * self.batch
 
     @staticmethod

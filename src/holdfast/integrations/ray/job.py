@@ -101,7 +101,7 @@ def run(
         FrameworkError: Ray is not installed.
         UsageError: an argument cannot work, no other process can find the function, or a job of this name runs.
         NotMet: the cluster did not have the nodes in time; the message says what is missing.
-        JobSaved: the job has saved and left (code 75): the same call continues.
+        JobSaved: the job has saved and ended (code 75). A second call with the same ``name`` continues the job.
         JobError: the training ended with another code than 0.
 
     Example:
