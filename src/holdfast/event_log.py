@@ -59,8 +59,8 @@ class Event(msgspec.Struct, frozen=True):
 class LogReading(msgspec.Struct, frozen=True):
     """The events of a log up to its last complete line. Later bytes are an incomplete line.
 
-    ``damaged`` has the numbers (from 1) of complete lines whose checksum or form is wrong. They are left out of
-    ``events``.
+    ``damaged`` has the numbers (from 1) of complete lines whose checksum or form is wrong. These lines are left out
+    of ``events``.
     """
 
     events: list[Event]

@@ -130,7 +130,7 @@ def fit(
         epochs: number of the final epoch, also after a resume.
         steps_per_epoch: number of batches in an epoch.
         callbacks: Keras callbacks.
-        strategy: see :func:`session`.
+        strategy: ``MultiWorkerMirroredStrategy``; None for one process.
         fit_options: further arguments of ``model.fit``.
         options: options of :func:`session`.
 

@@ -11,7 +11,7 @@ least to write becomes a *writer*. Once all writers have written, one writer pub
 all ranks exit. A writer that fails or dies is replaced by the next holder of its part.
 
 Invariants:
-1. A writer is sound, and its last completed step is that of the plan.
+1. A writer is sound, and its last completed step is the step of the plan.
 2. The order to publish is sent only after every writer of one plan has succeeded. At most one plan is published.
 3. Every living rank is ordered to exit exactly once, whatever happens before.
 4. A rank that finished its training is no fault.

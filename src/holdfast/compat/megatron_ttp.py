@@ -100,7 +100,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None)
 
     Raises:
         CheckpointInvalid, CheckpointMismatch: the checkpoint is damaged, or of another model.
-        UnsupportedError: see :func:`refuse_parts`.
+        UnsupportedError: the optimizer keeps a part of the state on each rank, or there are several model chunks.
     """
     _refuse_parts(model, optimizer)
     found = Root(_root()).newest_valid().chosen

@@ -99,7 +99,8 @@ def start_controller(host: str, port: int, world_size: int) -> int:
 def end_by_sigterm() -> None:
     """End this process as SIGTERM does without a handler.
 
-    It restores the default action with C's ``signal``, because Python can set handlers only in the main thread.
+    This function restores the default action with C's ``signal``, because Python can set handlers only in the main
+    thread.
     """
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_DFL)))
     os.kill(os.getpid(), signal.SIGTERM)

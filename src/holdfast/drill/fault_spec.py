@@ -80,7 +80,7 @@ class InjectedFault:
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """Return one ``--fault`` as data.
+    """Return the parts of one ``--fault``.
 
     Raises:
         UsageError: the text does not follow the grammar; the error names the wrong part.

@@ -1,9 +1,9 @@
 """The fault injector: a separate process that kills, stops and traps workers of a run.
 
-It shares only files with the run: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP. A fault at
-a named phase is a *trap*: an order on the victim's status page. When the victim reaches the phase, it waits for the
-signal of the injector (``hold``), or raises, exits or hangs on its own. A fault at a random moment comes after a random
-delay, in whatever phase the victim is then.
+The injector shares only files with the run: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP.
+A fault at a named phase is a *trap*: an order on the victim's status page. When the victim reaches the phase, it waits
+for the signal of the injector (``hold``), or raises, exits or hangs on its own. A fault at a random moment comes after
+a random delay, in any phase of the step.
 
 For each fault that happened the injector writes a JSON line (:class:`Injected`).
 

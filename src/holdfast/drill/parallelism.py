@@ -5,7 +5,7 @@ ddp       one copy per rank
 hsdp      ``fully_shard`` on a mesh: replicated over 2, sharded over the rest
 fsdp      ``fully_shard`` over all ranks: each shard is on one rank only
 tp        each pair of ranks splits every feed-forward layer in halves, the pairs are copies
-pp        the first half of the ranks has the first blocks, the second half the others; DDP in each
+pp        the first half of the ranks has the first blocks, the second half the last blocks; DDP in each half
 pp-tp     both: pairs inside each half
 ========  ======================================================================================
 """
@@ -40,7 +40,7 @@ class Divided(NamedTuple):
         copies: the number of ranks, or groups of ranks, that train on different data.
         copy: the number of this rank's copy; None: the rank's own number.
         group: the process group over which DDP sends the buffers of its first rank to the others; None: no DDP.
-        pipeline: runs forward and backward, if the model is a pipeline.
+        pipeline: runs forward and backward of a pipeline; None: the model is no pipeline.
     """
 
     model: nn.Module

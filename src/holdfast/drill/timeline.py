@@ -46,8 +46,8 @@ class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
     def redone(self) -> bool:
         """True if repeated steps are expected after this fault, so that ``steps_lost`` is no failure.
 
-        This is so after a flipped bit. It is also so if the lost rank was the only holder of a box, and the box came
-        from the memory tier, which had an earlier state.
+        Steps are repeated after a flipped bit. They are also repeated if the lost rank was the only holder of a box,
+        and the memory tier had only an earlier state of this box.
         """
         return self.kind in FLIPS or self.action.endswith("_from_memory")
 

@@ -222,7 +222,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The digests of one rank's state after training. ``loss`` is that of the last step; None: it trained no step."""
+    """The digests of one rank's state after training. ``loss``: loss of the last step; None: no step was trained."""
 
     rank: int
     world_size: int

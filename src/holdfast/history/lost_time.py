@@ -29,7 +29,7 @@ class Straggler(NamedTuple):
 
     Attributes:
         since: when it was found slow; Unix time.
-        ratio: its step time divided by that of the other ranks.
+        ratio: its step time divided by the step time of the other ranks.
         busy_s: its median step time.
     """
 

@@ -29,7 +29,7 @@ KEPT_MAX = 64
 
 
 class DrawnBatches:
-    """The batches that one rank draws.
+    """The batches that one rank draws. A *record* has epoch, number and digest of one batch.
 
     Args:
         expected: the record of the earlier process with this rank; None: there was no process, or no record.
@@ -60,7 +60,7 @@ class DrawnBatches:
         """Record a batch that was drawn from ``loader``, and compare it if its record is known.
 
         Raises:
-            DataError: the batch differs from the one of the earlier process.
+            DataError: the batch differs from the batch of the earlier process.
         """
         if not self._verify:
             return

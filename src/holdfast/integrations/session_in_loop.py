@@ -128,7 +128,7 @@ class Replay:
         """Close the session at the end of training, or with the ``error`` that ends it. If it is closed, do nothing.
 
         Raises:
-            SystemExit: see :meth:`commit`.
+            SystemExit: all ranks have agreed to leave, and the checkpoint is written.
         """
         session, self._session = self._session, None
         if session is not None:

@@ -52,7 +52,7 @@ class Restore(Protocol):
 
 
 class DataIdentity(NamedTuple):
-    """The identity of a dataset.
+    """The identity of a dataset, by which two processes compare their data.
 
     Attributes:
         length: number of samples.

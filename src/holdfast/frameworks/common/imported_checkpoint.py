@@ -47,7 +47,7 @@ def write_imported(
         The place of the checkpoint.
 
     Raises:
-        UsageError: see :func:`import_id`; or an import of this step exists, or is being written.
+        UsageError: ``step`` is out of range, or an import of this step exists or is being written.
         StateError: a checkpoint cannot hold a value; the error names the value.
         StoreWriteError: ``root`` cannot be written.
     """

@@ -88,7 +88,7 @@ class Accumulates(Protocol):
     """An adapter for a library that itself accumulates gradients and counts the batches."""
 
     def expect(self, batches: int | None) -> None:
-        """Set the number of batches of the next block; None: one, or the number that the block itself draws."""
+        """Set the number of batches of the next block; None: one batch, or as many as the block draws itself."""
 
 
 @runtime_checkable

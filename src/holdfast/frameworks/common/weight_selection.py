@@ -27,8 +27,8 @@ def joined_values(
 ) -> dict[str, Plain]:
     """Return the plain values of a checkpoint, merged from the values of all ranks that wrote it.
 
-    Most values are those of the first of these ranks. Optimizer state and names, which differ by parameter or module,
-    are taken from all of them.
+    Most values are taken from the first of these ranks. Optimizer state and names, which differ by parameter or module,
+    are taken from all these ranks.
 
     Args:
         names: names of the tensors that ``rank`` loads; None: all. Ranks without values for these tensors are left out.
@@ -76,7 +76,7 @@ def _add_values(values: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def is_sessions(values: Mapping[str, Plain]) -> bool:
-    """Return True if a session wrote these values. They then name every tensor that does not belong to the model."""
+    """Return True if a session wrote these values, so that they name every tensor that does not belong to the model."""
     return all(isinstance(values.get(key), dict) for key in ("aliases", "optimizers", "schedulers", "state"))
 
 

@@ -294,7 +294,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def _of_vote(self) -> MindSporeCollected | None:
         """Return the state of the vote in progress; None if no vote is in progress.
 
-        It has the present weights, and the copies of values that the graph may have changed.
+        This state has the present weights, and the copies of values that the graph may have changed.
         """
         return self.state.collect(frozen=True) if self._voting else None
 
@@ -402,7 +402,7 @@ def place() -> tuple[int, int]:
 def _gate_place(cell: Any) -> Any:
     """Return the cell whose ``grad_reducer`` the gate replaces.
 
-    It is the cell :class:`Relay` inside an optimizer that Holdfast has wrapped, otherwise the training cell.
+    If Holdfast has wrapped the optimizer, the result is the :class:`Relay` inside. Otherwise it is the training cell.
     """
     optimizer = getattr(cell, "optimizer", None)
     if optimizer is None:

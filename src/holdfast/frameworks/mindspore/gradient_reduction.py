@@ -1,4 +1,4 @@
-"""The reduction of one rank's gradients to those of the job, over Holdfast's own connections.
+"""The reduction of one rank's gradients to the gradients of the job, over Holdfast's own connections.
 
 Theory. The gradient of a parameter is summed over the ranks that hold the same box of it. These are all ranks for a
 whole parameter, fewer for a slice, and one for a slice that no other rank holds. Parameters whose boxes divide the
@@ -28,7 +28,7 @@ Sum = Callable[[Vector, Sequence[int] | None], Vector]
 
 
 class SummedShare(NamedTuple):
-    """The elements of the gradient vector that are summed over ``ranks``. ``where`` selects them."""
+    """The elements of the gradient vector that are summed over ``ranks``. ``where`` is True at these elements."""
 
     ranks: tuple[int, ...]
     where: NDArray[np.bool_]  # shape [gradients]

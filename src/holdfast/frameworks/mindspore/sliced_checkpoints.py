@@ -372,7 +372,7 @@ def _refuse_whole_files(tensors: Mapping[str, Merged], source: Path) -> None:
     """Refuse files of ``integrated_save=True``: they hold whole tensors, which would be joined as if they were parts.
 
     Raises:
-        CheckpointInvalid: all parts of every cut tensor are equal, and at least one part holds different numbers.
+        CheckpointInvalid: all parts of every cut tensor are equal, although the numbers in a part are not all equal.
     """
     varied = ""
     for name, tensor in tensors.items():

@@ -36,7 +36,7 @@ STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
 class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     """The adapter of TensorFlow; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
-    It installs no hooks in TensorFlow: the step votes at its end.
+    This adapter installs no hooks in TensorFlow, because a step votes only at its end.
 
     Args:
         model: a built Keras model (Keras 3 or tf_keras).

@@ -1,7 +1,7 @@
 """The values from which Hugging Face's ``Trainer`` reports losses, kept over faults.
 
-The Trainer sums losses since its last log line, possibly over many steps. It has a sum of this rank and a sum over all
-ranks. Losses of an aborted step may come from broken collectives, so they are removed from the sum.
+The Trainer sums losses since its last log line, possibly over many steps. The Trainer has a sum of this rank and a sum
+over all ranks. Losses of an aborted step may come from broken collectives, so they are removed from the sum.
 """
 
 from __future__ import annotations

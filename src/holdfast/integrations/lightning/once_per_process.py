@@ -58,7 +58,7 @@ class Decisions:
             write_private(self._path, msgspec.json.encode(self._own))
 
     def version(self, method: Callable[[Any], int], logger: Any) -> int:
-        """Return the version number for ``logger``: that of the earlier process, or else a new one from ``method``.
+        """Return the version number for ``logger``: the earlier process's number, otherwise a new one from ``method``.
 
         Loggers are matched by class, directory and the order of their calls.
         """

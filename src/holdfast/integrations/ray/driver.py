@@ -68,7 +68,7 @@ def drive(plan: JobPlan) -> dict[int, Any]:
 
 
 def status(name: str) -> dict[str, Any]:
-    """Return the status of the job ``name``, as :func:`holdfast.integrations.ray.status` does."""
+    """Return the output of ``holdfast status --json`` for the running job ``name``."""
     if not ray.is_initialized():
         ray.init()
     for actor_name in _actors_of(name):
