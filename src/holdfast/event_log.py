@@ -9,8 +9,8 @@ the line before ``,"crc"``. Several processes append (under a file lock), so an 
 file. Before that it cuts off an incomplete last line, which a process that died has left.
 
 Disk space. A decision is logged before it is executed, so a run whose log has no disk space can neither recover nor
-end. A daemon therefore reserves blocks after the end of its log file (``fallocate``), which no other file can use. If
-the file system cannot reserve blocks, or they are used up, an append waits for free space.
+end. A daemon (agent or controller) therefore reserves blocks after the end of its log file (``fallocate``), which no
+other file can use. If the file system cannot reserve blocks, or they are used up, an append waits for free space.
 """
 
 from __future__ import annotations

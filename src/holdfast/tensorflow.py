@@ -194,7 +194,7 @@ def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None
 
 
 class _Once:
-    """A wrapper of a callback's hooks: only the first fit begins its training, and only :meth:`finish` ends it."""
+    """A wrapper of a callback's hooks: training begins only with the first fit, and ends only with :meth:`finish`."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback

@@ -15,7 +15,7 @@ PACKAGE = "mindspore"
 
 
 class _Patching(Loader):
-    """A loader that loads a module with the module's own loader, and then applies the patches."""
+    """A loader that loads MindSpore with its original loader, and then applies the patches."""
 
     def __init__(self, own: Loader) -> None:
         self._own = own

@@ -1,8 +1,8 @@
-"""``mindio_ttp.megatron_ttp``: save, publish and load of a Megatron script, with Holdfast's verified checkpoints.
+"""``mindio_ttp.megatron_ttp``: handlers of a Megatron script that save and load Holdfast's verified checkpoints.
 
 These functions are for data parallelism, where every rank holds the whole state. So the number of parts that the script
 gave to ``ttp_init_processor`` has no effect (``mindio_ttp``'s documents for Megatron give half the number of ranks).
-The first writer of the plan writes the whole state. The directory is the value of ``HOLDFAST_CHECKPOINT``, or
+The first rank of the plan writes the whole state. The directory is the value of ``HOLDFAST_CHECKPOINT``, or
 ``checkpoints``. For sharded optimizers use ``holdfast.session`` with declared regions.
 """
 

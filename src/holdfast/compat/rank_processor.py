@@ -111,7 +111,7 @@ class Processor:
 
     Args:
         rank, world_size: rank of this process and number of ranks.
-        call: called with the name of a handler and the order that it must execute. It calls the registered handler.
+        call: calls the handler that is registered under the given name, for the given order.
         standing: the step of this rank's state, and the arguments of the save handler.
     """
 
@@ -185,7 +185,7 @@ class Processor:
         self._tell(Replicas(rank=self.rank, groups=groups))
 
     def begin_update(self) -> None:
-        """Pass the gate before the weights change. Never returns once the job is being stopped."""
+        """Block before the weights change if the controller has ordered a stop. Updates up to the ordered step pass."""
         with self._changed:
             while self._limit is not None and (self._standing.open or self._standing.step >= self._limit):
                 self._changed.wait()

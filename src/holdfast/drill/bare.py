@@ -49,7 +49,7 @@ class SeededWindows(Dataset[Pair]):
 
 
 def batches(parts: DrillTraining, steps: int, seed: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield pairs of step number and batch for ``steps`` steps, over as many epochs as they need."""
+    """Yield pairs of step number and batch for ``steps`` steps, over as many epochs as needed."""
     plain = parts.loader
     data = SeededWindows(plain.dataset, seed)
     loader = DataLoader(

@@ -63,9 +63,9 @@ def last_words(directory: Path) -> list[Excerpt]:
 
 
 def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
-    """Return ``(attempt, rank)`` of the first unhandled exception since the last recovery; None: there was no fault.
+    """Return ``(attempt, rank)`` of the first unhandled exception, or without one of the first exit; None: neither.
 
-    Without an exception it is the first exit of a rank. ``attempt`` is the number of the start of all workers.
+    Only faults since the last recovery are searched. ``attempt`` is the number of the start of all workers.
     """
     faults = RunHistory.read(events).unanswered
     return next(((f.attempt, f.rank) for kind in OWN_DOING for f in faults if f.kind == kind), None)

@@ -66,7 +66,7 @@ class InjectionPlan(msgspec.Struct, frozen=True):
 class Injected(msgspec.Struct, frozen=True):
     """One fault that happened.
 
-    ``phase`` and ``step`` are those that the first victim's status page showed after its death. ``committed_step`` is
+    ``phase`` and ``step`` are the values on the first victim's status page after its death. ``committed_step`` is
     the highest step that any page of the run proved as committed just before the fault. ``moment_ns`` is the time of
     the fault (CLOCK_MONOTONIC).
     """
@@ -272,7 +272,7 @@ class FaultInjector:
         )
 
     def _freed(self, survivors: list[Page], pids: list[int], limit_s: float) -> int:
-        """Return the time in ns at which the last survivor left its collective; 0 if a survivor did not report it."""
+        """Return the time in ns at which the last survivor left its collective; 0 if a survivor reported no time."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             moments = [page[Word.FREED_NS] for page in survivors]

@@ -5,8 +5,8 @@ ddp       one copy per rank
 hsdp      ``fully_shard`` on a mesh: replicated over 2, sharded over the rest
 fsdp      ``fully_shard`` over all ranks: each shard is on one rank only
 tp        each pair of ranks splits every feed-forward layer in halves, the pairs are copies
-pp        the first half of the ranks has the first blocks, the second half the last blocks; DDP in each half
-pp-tp     both: pairs inside each half
+pp        the first half of the ranks has the first blocks, the second half the last; DDP in each
+pp-tp     pp and tp: each half consists of tp pairs
 ========  ======================================================================================
 """
 

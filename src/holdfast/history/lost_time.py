@@ -99,7 +99,7 @@ class LostTime:
             now: the present time, or the end of the run; Unix time.
             recoveries: begin and end of the recovery of each fault; Unix time.
             still_s: seconds since any rank made progress.
-            steps: the number of steps that count, and the number of redone steps.
+            steps: the number of steps that the job has made, each counted once, and the number of redone steps.
         """
         opened = self._opened_at or now
         still = [*self._still, (now - still_s, now)]

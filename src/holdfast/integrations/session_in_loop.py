@@ -2,8 +2,8 @@
 
 Theory. ``with step:`` normally owns the body of the loop, so that it can run an aborted step again. A framework owns
 its loop and calls back. So the calls that make up one step are recorded as they come (``recorded_calls.py``). When the
-step is aborted, its block is opened again and the recorded calls run again in order. This happens inside the call of
-the framework that finds the abort, so for the framework this call only takes longer.
+step is aborted, its block is opened again and the recorded calls run again in order. This happens inside that call of
+the framework during which the abort is found. For the framework this call only takes longer.
 
 Rules for the caller:
 1. A recorded call may run several times: it takes its inputs from copies and has no other effect than gradients.

@@ -42,7 +42,7 @@ class Collected(Protocol):
 
 
 class Restore(Protocol):
-    """A load of the state in progress: the caller fills the buffers, then calls :meth:`finish`."""
+    """A load in progress: the caller fills the buffers, then calls :meth:`finish`."""
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
         """Return every box to fill, with the writable bytes for its values."""
@@ -57,7 +57,7 @@ class DataIdentity(NamedTuple):
     Attributes:
         length: number of samples.
         content: digest of the data; empty: not known.
-        shared: every rank must have the same dataset.
+        shared: True if every rank must have the same dataset.
     """
 
     length: int

@@ -63,7 +63,7 @@ def write_imported(
 
 
 def _make_way(root: Place, save_id: SaveId) -> None:
-    """Remove the unfinished files of an earlier import of the same step that failed or was killed.
+    """Remove the unfinished files that a failed or killed import of the same step has left.
 
     Raises:
         UsageError: a finished import exists, or another process is writing one.

@@ -126,9 +126,8 @@ class KnowsWeights(Protocol):
     def holds_weights(self) -> bool:
         """Return whether the model still has the weights of the last known moment, judged by a sample of the weights.
 
-        The last known moment is the latest of these: a block ended, the script was given a step, or it began or left
-        a loop.
-        Callable from any thread.
+        The last known moment is the latest of these: a block ended, the script was given a step, or the script
+        began or left a loop. Callable from any thread.
         """
 
 

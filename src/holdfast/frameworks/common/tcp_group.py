@@ -462,7 +462,7 @@ class _Flow:
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
     def move(self) -> None:
-        """Send and receive the bytes that the socket takes and has now. Raises: OSError."""
+        """Send the bytes that the socket takes now, and receive the bytes that it has. Raises: OSError."""
         if self._out:
             with suppress(BlockingIOError):
                 self._advance(self._out, self._sock.sendmsg(self._out), None)

@@ -70,7 +70,7 @@ class TcpGroupAdapter(Generic[Kept]):
     def _lines(self) -> TcpGroup:
         """Return the TCP group of this process, which may not be connected yet.
 
-        The group connects only at its first use, because the session finds its agent first.
+        The group connects only at its first use, because the session must first find its agent.
         """
         if self._mesh is None:
             client = WorkerClient.current()

@@ -98,8 +98,8 @@ def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set
     Args:
         names: names of the tensors of a checkpoint.
         values: plain values from some of the ranks that wrote the checkpoint. They may lack optimizer state and
-            extra state of another rank's modules, or user state that only another rank has. Such tensors are
-            recognised by names that no tensor of a model has.
+            extra state of another rank's modules, or user state that only another rank has. Tensors of that state
+            are recognised by names that no tensor of a model has.
     """
     if "framework" in values:  # not torch: these values name only the user's tensors
         return {name for name in names if name.startswith("optimizer.")} | (tensors_of(values) & set(names))

@@ -11,8 +11,11 @@ epoch was drawn, and refused.
 Sampler and batch deal sample i of an epoch to shard i modulo the number of shards. A position is therefore also a
 number of samples of the job. A job with another number of ranks or another batch size can continue after that number of
 samples. If a pipeline deals samples in another way, another number of ranks can continue only at the start of an epoch.
-Invariants: 1. The batches after a position are a function of script, seed and position. 2. After a change of the number
-of ranks no sample of an epoch is left out or given twice. If that is impossible, :meth:`DataFeed.seek` raises.
+
+Invariants:
+1. The batches after a position are a function of script, seed and position.
+2. After a change of the number of ranks no sample of an epoch is left out or given twice. If that is impossible,
+   :meth:`DataFeed.seek` raises.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ AUGMENTS = ("Random", "AutoAugment", "RandAugment", "Uniform", "TrivialAugment",
 class Counted(NamedTuple):
     """A dataset and the number of its batches (``steps``) that the job has already used.
 
-    Such a loader serves jobs whose checkpoints hold no position in the data.
+    A feed starts after these batches if the checkpoint of the job holds no position in the data.
     """
 
     dataset: Any

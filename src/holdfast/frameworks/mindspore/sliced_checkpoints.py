@@ -1,4 +1,4 @@
-"""The merging of MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one with whole tensors.
+"""The merging of MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one checkpoint.
 
 Theory. The strategy says which part of a parameter each rank of a pipeline stage holds
 (``store/mindspore/strategy.py``, ``store/mindspore/slices.py``). When a tensor is written, it is joined from one holder
@@ -133,7 +133,7 @@ def import_slices(
         The place of the new checkpoint.
 
     Raises:
-        UsageError: there are no such files, the strategy is of fewer ranks, or the files do not say their step.
+        UsageError: there are no such files, the strategy is of fewer ranks, or the files do not contain their step.
         CheckpointInvalid: a file is damaged, slices are missing, copies differ, or the strategy is of another network.
         StoreWriteError: ``root`` cannot be written.
 

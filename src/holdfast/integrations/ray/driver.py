@@ -146,7 +146,7 @@ def _actor(
 def _signals(job: Supervisor) -> Iterator[None]:
     """Translate signals to the driver into requests to the job while the ``with`` body runs.
 
-    SIGTERM (``ray job stop``) or Ctrl-C asks it to save and leave, a second signal to end.
+    SIGTERM (``ray job stop``) or Ctrl-C asks the job to save and leave. A second signal asks it to end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -184,7 +184,7 @@ def _target(
     """Return the function or script to run, and the encoded argument of a function (None: no argument).
 
     Raises:
-        UsageError: there is no such script or function, or an argument that it cannot take.
+        UsageError: the script does not exist, another process cannot find the function, or an argument is wrong.
     """
     if callable(train):
         if args:
