@@ -136,7 +136,7 @@ class Replay:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Announce work between two steps that may take long. Without a name or a session, do nothing."""
+        """Announce long work between two steps to the session. Without a name or a session, do nothing."""
         with self._session.section(name) if self._session is not None and name else nullcontext():
             yield
 

@@ -147,7 +147,7 @@ class Updates(Protocol):
         """Record the weights and the optimizer's state for :meth:`undisturbed`. Each update records them again."""
 
     def rest(self) -> None:
-        """Stop recording until the next :meth:`settle`, to save time in updates."""
+        """Stop recording weights and optimizer state until the next :meth:`settle`, to save time in updates."""
 
     def undisturbed(self) -> bool:
         """Return True if only updates were seen to write weights or optimizer state since :meth:`settle`.

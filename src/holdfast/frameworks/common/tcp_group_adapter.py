@@ -189,7 +189,7 @@ class TcpGroupAdapter(Generic[Kept]):
         return digest_of(self._of_vote() or collected, parts)
 
     def _of_vote(self) -> Collected | None:
-        """Return the state whose copies the vote in progress compares; None if no vote is in progress."""
+        """Return the state that the vote in progress compares between ranks; None if no vote is in progress."""
         return None
 
     def poison(self, reason: str) -> None:

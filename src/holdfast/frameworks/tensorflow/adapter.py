@@ -161,7 +161,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         self._voting = False
 
     def _of_vote(self) -> Live | None:
-        """Return the present variables, whose copies the vote in progress compares; None if no vote is in progress."""
+        """Return the present variables, which the vote compares between ranks; None if no vote is in progress."""
         return self.state.collect_live() if self._voting else None
 
     def _remedy(self) -> str:

@@ -48,7 +48,7 @@ class NodeOrder:
 
 @dataclass(frozen=True)
 class NodeHere:
-    """The answer of an actor that is up."""
+    """The answer of an actor to the question whether it is up."""
 
     address: str  # IP address of its node
     contact: str  # address and a free port of the node
