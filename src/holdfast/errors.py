@@ -7,19 +7,19 @@ Tree::
     │   ├── UsageError              a flag or argument that cannot work, named with the reason
     │   ├── ScriptError             the training script is missing or cannot be started
     │   │   └── FrameworkError      an installed framework cannot be loaded (an ImportError, too)
-    │   ├── DataError               a loader gives other batches than before
+    │   ├── DataError               a loader gives another batch than before at the same position
     │   ├── StateError              an object in the state cannot be saved or restored
     │   ├── StepError               the step protocol was misused (two updates without a name, ...)
     │   │   └── ImpureBlockError    a block computes another result when it runs again
     │   ├── NonFiniteError          gradients hold inf or nan, and the session was asked to stop then
     │   ├── EmptyLoaderError        the loader yields no batch
-    │   └── UnsupportedError        refused by name: feature, optimizer, framework version
+    │   └── UnsupportedError        a feature, optimizer or framework version that Holdfast refuses
     ├── FaultError                  the job was disturbed
     │   ├── ComputeError            a rank computes another result than others from the same numbers
     │   ├── PeerLost                a collective outside a step lost its peer
     │   ├── GroupError              a process group could not be built
     │   ├── JobError                a job that this process has started ended with another code than 0 (``code``)
-    │   │   └── JobSaved            such a job ended with 75: a checkpoint is saved, and the same call continues
+    │   │   └── JobSaved            such a job saved and ended with 75: another call continues it
     │   └── NotMet                  the nodes of the job did not meet in time
     ├── ProtocolError               a frame or message that breaks the protocol
     │   └── AuthError               the token handshake failed
@@ -133,7 +133,7 @@ class EmptyLoaderError(UserError):
 
 
 class UnsupportedError(UserError):
-    """The error for a feature, optimizer or version that is refused by name, with the reason."""
+    """The error for a feature, optimizer or version that Holdfast refuses. The message names it and the reason."""
 
 
 class FaultError(HoldfastError):
@@ -170,7 +170,7 @@ class JobError(FaultError):
 
 
 class JobSaved(JobError):
-    """The error for a job that has saved a checkpoint and left (code 75). The same call continues at the next step."""
+    """The error for a job that has saved a checkpoint and ended (code 75). A second equal call continues the job."""
 
 
 class NotMet(FaultError):

@@ -6,11 +6,11 @@ One JSON object per line:
 
 ``t_wall`` is Unix time, ``t_mono`` CLOCK_MONOTONIC of this machine, both in seconds. ``crc`` is xxh3-64 of the bytes of
 the line before ``,"crc"``. Several processes append (under a file lock), so an append reads the last ``seq`` from the
-file. It first cuts off the incomplete line of a writer that died.
+file. Before that it cuts off an incomplete last line, which a process that died has left.
 
 Disk space. A decision is logged before it is executed, so a run whose log has no disk space can neither recover nor
-end. A daemon therefore reserves blocks after the end of its log file (``fallocate``), which no other file can use. If
-the file system cannot reserve blocks, or they are used up, an append waits for free space.
+end. A daemon (agent or controller) therefore reserves blocks after the end of its log file (``fallocate``), which no
+other file can use. If the file system cannot reserve blocks, or they are used up, an append waits for free space.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class LogReading(msgspec.Struct, frozen=True):
-    """The events of a log up to its last complete line. A line after it is incomplete, or is being written.
+    """The events of a log up to its last complete line. Later bytes are an incomplete line.
 
-    ``damaged`` has the numbers (from 1) of complete lines whose checksum or form is wrong. They are left out of
-    ``events``.
+    ``damaged`` has the numbers (from 1) of complete lines whose checksum or form is wrong. These lines are left out
+    of ``events``.
     """
 
     events: list[Event]
@@ -222,9 +222,9 @@ class EventLog:
         """Open or make the log at ``path`` (mode 0600). ``who`` names this process in its events.
 
         Args:
-            room_wait_s: above 0 for a daemon, for whose lines blocks are reserved. If they are used up, an append waits
-                this many seconds for free space, and so does the action that the event announces. A daemon that ended
-                instead would lose its state.
+            room_wait_s: above 0 for a daemon. Then blocks are reserved for its lines. If these blocks are used up, an
+                append waits this many seconds for free space, and so does the action that the event announces. A
+                daemon that ended instead would lose its state.
 
         Raises:
             OSError: the log cannot be written.

@@ -38,7 +38,7 @@ __all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint
 def guard(optimizer: Any) -> Any:
     """Return the optimizer with a vote before its update, for a training cell without ``grad_reducer``.
 
-    It is used like ``nn.OptTFTWrapper``. ``nn.TrainOneStepCell`` and ``Model`` do not need it.
+    Give the result to the training cell in place of the optimizer. ``nn.TrainOneStepCell`` and ``Model`` need no guard.
     """
     return _Guarded(optimizer)
 
@@ -91,7 +91,7 @@ def session(
         options: the options of ``holdfast.session``.
 
     Raises (when the session is entered):
-        UnsupportedError: MindSpore version, parallel mode or training cell.
+        UnsupportedError: the MindSpore version, the parallel mode or the training cell is not supported.
         Other errors: see ``holdfast.session``.
     """
     configure_logging()
@@ -108,7 +108,7 @@ def session(
 class _Batches:
     """The iterator of batches for ``Model.train``.
 
-    It ends at the end of each epoch; the next call begins the next epoch.
+    The iterator ends at the end of each epoch; the next call begins the next epoch.
     """
 
     def __init__(self, draw: Callable[[], Any]) -> None:
@@ -128,7 +128,8 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
 
     Args:
         model: a ``Model`` that has not trained yet.
-        exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``.
+        exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``;
+            empty: no such files.
         exit_directory: parent of ``rank_N``.
         options: options of :func:`session`.
     """
@@ -235,7 +236,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
 
         Code that other callbacks run from now on belongs to this step, before its block.
 
-        If the training begins within an epoch, the callbacks ran this code in an earlier process.
+        If the training begins within an epoch, do nothing: the callbacks ran this code in an earlier process.
         """
         assert self._steps is not None
         if not self._within:
@@ -295,7 +296,8 @@ def train(
     Args:
         model, dataset, callbacks: as for ``Model.train``.
         epoch: number of the final epoch, as for ``Model.train``, also after a resume.
-        exit_name, exit_directory: see :class:`Callback`.
+        exit_name, exit_directory: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and
+            ``.mindir`` below ``exit_directory``; empty name: no such files.
         options: options of :func:`session`.
 
     Raises:

@@ -49,7 +49,7 @@ def session(
         options: the options of ``holdfast.session``.
 
     Raises (when the session is entered):
-        UnsupportedError: TensorFlow's version or strategy.
+        UnsupportedError: the version of TensorFlow or the strategy is not supported.
         Other errors: see ``holdfast.session``.
     """
     configure_logging()
@@ -91,7 +91,7 @@ class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
         Code that other callbacks run from now on belongs to this step, before its block.
 
-        If the training begins within an epoch, the callbacks ran this code in an earlier process.
+        If the training begins within an epoch, do nothing: the callbacks ran this code in an earlier process.
         """
         if self._session.step % (self.epoch_steps or self.params.get("steps") or 1) == 0:
             self._given = next(self._steps)
@@ -130,7 +130,7 @@ def fit(
         epochs: number of the final epoch, also after a resume.
         steps_per_epoch: number of batches in an epoch.
         callbacks: Keras callbacks.
-        strategy: see :func:`session`.
+        strategy: ``MultiWorkerMirroredStrategy``; None for one process.
         fit_options: further arguments of ``model.fit``.
         options: options of :func:`session`.
 
@@ -194,7 +194,7 @@ def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None
 
 
 class _Once:
-    """A wrapper of a callback's hooks: only the first fit begins its training, and only :meth:`finish` ends it."""
+    """A wrapper of a callback's hooks: training begins only with the first fit, and ends only with :meth:`finish`."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback

@@ -18,7 +18,7 @@ def noun_of(count: int, noun: str) -> str:
 def closest(word: str, words: Sequence[str]) -> str:
     """Return the word of ``words`` that the user probably meant by ``word``; empty: none is likely.
 
-    It is the only word that begins with ``word``, or otherwise a similar word.
+    The result is the only word that begins with ``word``, or otherwise a similar word.
     """
     import difflib  # slow to import, and most runs make no mistake
 

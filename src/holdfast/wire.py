@@ -2,7 +2,7 @@
 
 A frame is a 4-byte big-endian length and that many bytes: a message as msgpack, after the handshake with a tag. Before
 both sides have proved that they know the run's token, a frame may be at most ``GREETING_SIZE_BYTES_MAX`` long and only
-:data:`Greeting` is decoded.
+:data:`Greeting` (a message of the handshake) is decoded.
 
 Handshake (mutual; ``sealing.py`` derives proofs and keys from token, both nonces, version, service and role)::
 
@@ -203,7 +203,7 @@ class FrameReader:
     """A reader that cuts a byte stream into frames.
 
     Args:
-        limit_bytes: size of the longest accepted payload. Set the attribute higher once the peer is trusted.
+        limit_bytes: size of the longest accepted payload. Set this attribute higher once the peer is trusted.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -315,7 +315,7 @@ class Link(Generic[M]):
     def open_batch(self, *, local: bool) -> OpenedBatch:
         """Begin a received batch, which the other end sent with :meth:`seal_batch`.
 
-        Return the object that checks it.
+        Return the object that checks the batch.
         """
         return self._both()[1].open_batch(local=local)
 

@@ -1,4 +1,4 @@
-"""The controller process of ``mindio_ttp``. Rank 0 starts it; it outlives rank 0, and ends with the last rank."""
+"""The controller process of ``mindio_ttp``. Rank 0 starts this process, which ends only after the last rank."""
 
 from __future__ import annotations
 

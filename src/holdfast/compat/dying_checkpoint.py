@@ -4,17 +4,17 @@ A *dying checkpoint* is the checkpoint that the living ranks write after a fault
 
 Theory. A rank reports its step only when the controller asks. After a fault all living ranks are *stopped*: no update
 may begin. Each rank finishes the update in progress and reports the last step that it completed. The newest such step
-is saved. A *group* is a set of ranks that hold the same state, cut into ``shards`` parts. Ranks i and j of the group's
-list hold the same part when i % shards == j % shards. A rank is *sound* when its state is whole. The step can be saved
-if each part of each group has a sound holder at that step. For each part the sound holder with the least to write
-becomes a *writer*. Once all writers have written, one writer publishes (renames) the checkpoint. Then all ranks exit. A
-writer that fails or dies is replaced by the next holder of its part.
+is saved. A *group* is a set of ranks that hold the same state, cut into ``shards`` parts. The ranks at positions i and
+j of the group's list hold the same part when i % shards == j % shards. A rank is *sound* when its state is whole. The
+step can be saved if each part of each group has a sound holder at that step. For each part the sound holder with the
+least to write becomes a *writer*. Once all writers have written, one writer publishes (renames) the checkpoint. Then
+all ranks exit. A writer that fails or dies is replaced by the next holder of its part.
 
 Invariants:
-1. A writer is sound, and its last completed step is that of the plan.
-2. Publish comes after every writer of one plan has succeeded, and at most one plan is ever published.
+1. A writer is sound, and its last completed step is the step of the plan.
+2. The order to publish is sent only after every writer of one plan has succeeded. At most one plan is published.
 3. Every living rank is ordered to exit exactly once, whatever happens before.
-4. A rank that finished its training is no fault.
+4. The end of a rank that finished its training is no fault.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ShardGroup(msgspec.Struct, frozen=True):
 
 
 class Replicas(TtpMessage, frozen=True):
-    """Report: the groups that this rank belongs to."""
+    """Report: the shard groups that this rank belongs to."""
 
     rank: int
     groups: tuple[ShardGroup, ...]
@@ -105,14 +105,14 @@ class Done(TtpMessage, frozen=True):
 
 
 class Stop(TtpMessage, frozen=True):
-    """Order: begin no update beyond ``step`` (-1: begin no update), and report the last completed step."""
+    """Order: begin no update that leads beyond ``step`` (-1: begin none), and report the last completed step."""
 
     reason: str
     step: int = -1
 
 
 class SaveParts(TtpMessage, frozen=True):
-    """Order: write your parts of ``step``. ``plan`` names the writers of each kind of group."""
+    """Order: write your parts of ``step``. ``plan`` has the writers by :attr:`ShardGroup.kind`."""
 
     step: int
     plan: dict[int, tuple[int, ...]]
@@ -206,7 +206,8 @@ def choose(groups: Iterable[ShardGroup], good: set[int]) -> tuple[dict[int, tupl
 class DyingCheckpoint:
     """The state machine of the controller; the module docstring states its rules.
 
-    ``phase`` is for reports: forming, training, stopping, reaching, saving, renaming, over.
+    ``phase`` is for reports: forming (ranks connect), training, stopping, reaching (ranks that are behind complete the
+    newest step), saving, renaming, over.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -39,8 +39,8 @@ LINES: Codec[Message] = Codec(Message)  # type: ignore[arg-type]  # a union is n
 def token_path(host: str, port: int) -> Path:
     """Return the path of the file of the secret.
 
-    It is the file that the user named in ``HOLDFAST_TTP_TOKEN_FILE``. For a loopback address without that variable it
-    is a private file of this machine.
+    The user names the file in ``HOLDFAST_TTP_TOKEN_FILE``. Without this variable, and only for a loopback address, the
+    file is a private file of this machine.
 
     Raises:
         UsageError: the host is unknown, or other machines can reach it and the user named no file.

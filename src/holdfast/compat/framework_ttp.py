@@ -1,4 +1,4 @@
-"""``mindio_ttp.framework_ttp``: the functions that MindSpore 2.10 and Megatron scripts call, for Holdfast's controller.
+"""``mindio_ttp.framework_ttp``: the functions that MindSpore 2.10 and Megatron scripts call, done by Holdfast.
 
 ``tft_*`` are MindSpore's names, ``ttp_*`` the older names of Megatron scripts. Only the dying checkpoint (``TTP:1``) is
 supported. It is the checkpoint that sound ranks (ranks with a whole state) write after a fault, before all ranks exit.
@@ -71,11 +71,11 @@ class _State:
         self.standing = StepState(bound=False)
 
     def start(self, rank: int, world_size: int, bound: bool) -> None:
-        """Make the processor of this rank, and keep the arguments of the save handler that were given before.
+        """Make the :class:`Processor` of this rank. Keep arguments that the script has set for the save handler.
 
         Args:
             rank, world_size: rank of this process and number of ranks.
-            bound: see :class:`StepState`.
+            bound: True if the script sets the arguments of the save handler for each step.
         """
         given, self.standing = self.standing.arguments, StepState(bound)
         if given is not None:
@@ -83,14 +83,17 @@ class _State:
         self.processor = Processor(rank, world_size, self.call, self.standing)
 
     def need(self) -> Processor:
-        """Return the processor of this rank. Raises: UsageError: the script has made none."""
+        """Return the :class:`Processor` of this rank. Raises: UsageError: the script has made none."""
         if self.processor is None:
             raise UsageError("no TTP processor in this process",
                              hint="tft_init_processor(...), or ttp_init_processor(...), comes first")  # fmt: skip
         return self.processor
 
     def call(self, name: str, order: Message) -> None:
-        """Call the handler registered under ``name``, if there is one, with the arguments that fit ``order``."""
+        """Call the handler registered under ``name``, if there is one.
+
+        The first arguments of the handler are the values of ``order``, such as step and plan. Its context follows them.
+        """
         handler = self.handlers.get(name)
         if handler is None:
             return
@@ -121,7 +124,8 @@ def sharers() -> tuple[int, frozenset[int]]:
 def checked_by(check: Callable[[Any], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that attaches ``check`` to a save handler.
 
-    ``check`` gets the first arguments that the script sets for the handler. It raises if they cannot be saved.
+    ``check`` is called with the first arguments that the script sets for the handler. It raises an error if these
+    arguments cannot be saved.
     """
 
     def mark(handler: Callable[P, R]) -> Callable[P, R]:
@@ -135,7 +139,7 @@ _CHECK = "holdfast_check"
 
 
 def _check(arguments: Any) -> None:
-    """Check the first arguments of each save handler, so that an error comes now and not after the death of a rank."""
+    """Check the arguments of a new save handler, so that an error comes now and not after the death of a rank."""
     handler = _state.handlers.get("save")
     check = None if handler is None else getattr(handler.call, _CHECK, None)
     if check is not None and handler is not _state.checked:
@@ -260,7 +264,7 @@ def tft_set_optimizer_replica(rank: int, replica_info: Sequence[dict[str, Any]])
 
 
 def tft_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(step, plan, args, *context)``, which writes. It is called on the ranks that the plan names."""
+    """Register ``func(step, plan, args, *context)``, which writes. It is called on the ranks in ``plan``."""
     _register("save", func, context)
 
 
@@ -369,12 +373,12 @@ def tft_pause_train(step: int) -> None:
 
 
 def ttp_init_controller(rank: int, world_size: int, replica: int, enable_local_copy: bool = False) -> int:
-    """Do the same as :func:`tft_init_controller`. ``replica`` is ignored: :func:`ttp_init_processor` takes it."""
+    """Prepare the controller, as :func:`tft_init_controller` does. ``replica`` has no effect here."""
     return tft_init_controller(rank, world_size, enable_local_copy)
 
 
 def ttp_start_controller(ip: str, port: int) -> int:
-    """Do the same as :func:`tft_start_controller`."""
+    """Start the controller as a separate process: another name of :func:`tft_start_controller`."""
     return tft_start_controller(ip, port)
 
 
@@ -401,22 +405,22 @@ def ttp_init_processor(
 
 
 def ttp_start_processor(ip: str, port: int) -> int:
-    """Do the same as :func:`tft_start_processor`."""
+    """Connect to the controller: another name of :func:`tft_start_processor`."""
     return tft_start_processor(ip, port)
 
 
 def ttp_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(step, plan, args, *context)``; see :func:`tft_register_save_ckpt_handler`."""
+    """Register ``func(step, plan, args, *context)``, which writes: see :func:`tft_register_save_ckpt_handler`."""
     tft_register_save_ckpt_handler(func, *context)
 
 
 def ttp_register_rename_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(step, *context)``; see :func:`tft_register_rename_handler`."""
+    """Register ``func(step, *context)``, which publishes: see :func:`tft_register_rename_handler`."""
     tft_register_rename_handler(func, *context)
 
 
 def ttp_register_exit_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(*context)``; see :func:`tft_register_exit_handler`."""
+    """Register ``func(*context)``, which ends the process: see :func:`tft_register_exit_handler`."""
     tft_register_exit_handler(func, *context)
 
 
@@ -430,12 +434,12 @@ def ttp_set_ckpt_args(args: Any) -> None:
 
 
 def ttp_start_updating_os(step: int) -> None:
-    """Do the same as :func:`tft_start_updating_os`."""
+    """Announce that the weights are about to change: another name of :func:`tft_start_updating_os`."""
     tft_start_updating_os(step)
 
 
 def ttp_end_updating_os(step: int) -> None:
-    """Do the same as :func:`tft_end_updating_os`."""
+    """Report that an update has ended: another name of :func:`tft_end_updating_os`."""
     tft_end_updating_os(step)
 
 

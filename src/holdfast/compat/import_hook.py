@@ -15,7 +15,7 @@ PACKAGE = "mindspore"
 
 
 class _Patching(Loader):
-    """A loader that loads a module with the module's own loader, and then applies the patches."""
+    """A loader that loads MindSpore with its original loader, and then applies the patches."""
 
     def __init__(self, own: Loader) -> None:
         self._own = own
@@ -31,7 +31,7 @@ class _Patching(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """A finder for :data:`PACKAGE` alone, which removes itself when the package is imported."""
+    """A finder for the package ``mindspore`` alone, which removes itself when the package is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,7 +1,7 @@
 """A module whose import makes ``mindio_ttp`` and ``taskd`` importable in this process.
 
-It also patches MindSpore for ``mindio_ttp`` on CPU, if MindSpore's fault tolerance is switched on. An installed package
-with one of the two names is left alone, and a warning names it.
+The import also patches MindSpore for ``mindio_ttp`` on CPU, if MindSpore's fault tolerance is switched on. An installed
+package with one of the two names is left alone, and a warning names it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``mindio_ttp.megatron_ttp``: save, publish and load of a Megatron script, with Holdfast's verified checkpoints.
+"""``mindio_ttp.megatron_ttp``: handlers of a Megatron script that save and load Holdfast's verified checkpoints.
 
-These functions are for data parallelism, where every rank holds the whole state. That is so for any number of parts
-that the script gave to ``ttp_init_processor`` (``mindio_ttp``'s documents for Megatron give half the number of ranks).
-The first writer of the plan writes the whole state. The directory is the value of ``HOLDFAST_CHECKPOINT``, or
+These functions are for data parallelism, where every rank holds the whole state. So the number of parts that the script
+gave to ``ttp_init_processor`` has no effect (``mindio_ttp``'s documents for Megatron give half the number of ranks).
+The first rank of the plan writes the whole state. The directory is the value of ``HOLDFAST_CHECKPOINT``, or
 ``checkpoints``. For sharded optimizers use ``holdfast.session`` with declared regions.
 """
 
@@ -100,7 +100,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None)
 
     Raises:
         CheckpointInvalid, CheckpointMismatch: the checkpoint is damaged, or of another model.
-        UnsupportedError: see :func:`refuse_parts`.
+        UnsupportedError: the optimizer keeps a part of the state on each rank, or there are several model chunks.
     """
     _refuse_parts(model, optimizer)
     found = Root(_root()).newest_valid().chosen

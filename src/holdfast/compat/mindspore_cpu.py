@@ -4,8 +4,9 @@ These parts are patched, and nothing else:
 
 1. ``context.get_context("device_target")`` returns ``Ascend`` in two modules that refuse any other device.
 2. ``_stop_device`` and ``clean_tdt_channel``, which do not exist on CPU, do nothing.
-3. The optimizer wrapper reduces its flag as float32, because the CPU's AllReduce has no int32. A Python operator in the
-   graph reports the beginning of an update, because ``TensorReport`` has no CPU kernel.
+3. The optimizer wrapper sums a flag over the ranks before an update. The flag is float32, because AllReduce on CPU has
+   no int32. A Python operator in the graph reports the beginning of an update, because ``TensorReport`` has no CPU
+   kernel.
 4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) sums float32 flags over the ranks, so a request to one rank is
    enough. ``OnRequestExit`` reads the sum on every rank after every step. 2.10 cannot load the checkpoint that
    ``OnRequestExit`` writes, because the file also has a scalar under the name of the optimizer's ``global_step``. The

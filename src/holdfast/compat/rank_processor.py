@@ -5,12 +5,13 @@ update is done. Once the controller orders a stop, the gate blocks. The thread o
 update in progress is complete, before it calls a handler. So the state does not change while a handler saves it.
 
 Invariants:
-1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.
+1. After :class:`Stood` was sent no update begins, except updates up to a step that the controller names.
 2. The save handler runs only while no update is in progress and none can begin. It gets the ordered step and the
    arguments that belong to that step (:mod:`holdfast.compat.step_state`).
 3. A stopped process ends: by the controller's order, or because the controller is lost.
 4. SIGTERM, if the script has no handler for it, is a fault like any other. It ends the process after the dying
-   checkpoint. torchrun sends SIGTERM to the living workers as soon as one worker has died. At that time they write.
+   checkpoint. torchrun sends SIGTERM to the living workers as soon as one worker has died. At that time these workers
+   write the dying checkpoint.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def start_controller(host: str, port: int, world_size: int) -> int:
 def end_by_sigterm() -> None:
     """End this process as SIGTERM does without a handler.
 
-    It restores the default action with C's ``signal``, because Python can set handlers only in the main thread.
+    This function restores the default action with C's ``signal``, because Python can set handlers only in the main
+    thread.
     """
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_DFL)))
     os.kill(os.getpid(), signal.SIGTERM)
@@ -109,8 +111,8 @@ class Processor:
 
     Args:
         rank, world_size: rank of this process and number of ranks.
-        call: calls the handler that is registered under a name, with the arguments for an order.
-        standing: the step of this rank's state.
+        call: calls the handler that is registered under the given name, for the given order.
+        standing: the step of this rank's state, and the arguments of the save handler.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class Processor:
         self._tell(Replicas(rank=self.rank, groups=groups))
 
     def begin_update(self) -> None:
-        """Pass the gate before the weights change. Never returns once the job is being stopped."""
+        """Block before the weights change if the controller has ordered a stop. Updates up to the ordered step pass."""
         with self._changed:
             while self._limit is not None and (self._standing.open or self._standing.step >= self._limit):
                 self._changed.wait()

@@ -3,9 +3,9 @@
 Theory. A Megatron script reports the end of an update inside its optimizer. The script gives the arguments (iterations
 done, model, optimizer, schedule) later, in its loop. Between the two calls the weights belong to the next step, but the
 iteration count and the schedule still belong to the last step. So a state is *whole* only when both calls were made
-since the update began, in either order. Its step is the iteration count with which the arguments begin. MindSpore gives
-one live object once, and some scripts give no arguments. In both cases arguments do not belong to single steps, and a
-state is whole when its update has ended.
+since the update began, in either order. The step of a state is the iteration count with which the arguments begin.
+MindSpore gives one live object once, and some scripts give no arguments. In both cases arguments do not belong to
+single steps, and a state is whole when its update has ended.
 
 Invariants:
 1. ``step`` and ``arguments`` change together, when a state becomes whole.

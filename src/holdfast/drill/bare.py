@@ -1,8 +1,8 @@
 """The drill's training without Holdfast, in plain torch: the reference for ``train.py``.
 
-It shares only the documented seed functions with Holdfast. The random numbers of a step are a function of seed, rank
-and step. The random numbers of a sample are a function of seed, epoch and index. There is no session and no vote, and
-the process groups are torch's own. The digest of its result must equal the digest of the run with a session.
+This script shares only the documented seed functions with Holdfast. The random numbers of a step are a function of
+seed, rank and step. The random numbers of a sample are a function of seed, epoch and index. There is no session and no
+vote, and the process groups are torch's own. The digest of its result must equal the digest of the run with a session.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SeededWindows(Dataset[Pair]):
 
 
 def batches(parts: DrillTraining, steps: int, seed: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield pairs of step number and batch for ``steps`` steps, over as many epochs as they need."""
+    """Yield pairs of step number and batch for ``steps`` steps, over as many epochs as needed."""
     plain = parts.loader
     data = SeededWindows(plain.dataset, seed)
     loader = DataLoader(

@@ -26,7 +26,7 @@ STATE = COMPARED[:-1]
 def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] = COMPARED) -> str:
     """Return one digest of the result files of all ranks of the drill's script; empty if a file is missing.
 
-    ``compared`` names the fields of each file that count.
+    ``compared`` names the fields of each file that the digest covers.
     """
     total = xxhash.xxh3_128()
     for rank in range(world_size):
@@ -55,7 +55,7 @@ def digest_of_checkpoint(root: Path, run: str | None, step: int) -> str:
 
     Args:
         root: directory of the checkpoints.
-        run: ``RunSettings.saves_as`` of the run that saved the checkpoint; None: any run.
+        run: name under which the run saved the checkpoint (``RunSettings.saves_as``); None: any run.
 
     Raises:
         NothingToResume: there is no such checkpoint.

@@ -64,8 +64,8 @@ class Exercise:
 def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[str] = ()) -> Exercise:
     """Return a training of the tiny model on at least ``nproc`` workers, enough for two copies of its state.
 
-    The layout ``fsdp`` has no copies: there the memory tier keeps each shard every 5 steps, with the gradients since
-    then.
+    The layout ``fsdp`` has no copies. With this layout the memory tier keeps each shard every 5 steps, and keeps all
+    later gradients.
     """
     memory = ("--memory-every", "5") if layout == "fsdp" else ()
     nproc = max(nproc, 2 * NPROC_STEP.get(layout, 1))
@@ -77,7 +77,7 @@ def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[
 class DrillVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a drill.
 
-    ``digest`` is the digest of the run without faults, ``digest_disturbed`` that of the run with faults. ``missed``
+    ``digest`` is of the run without faults, ``digest_disturbed`` of the run with faults. ``missed``
     lists faults that were never injected. ``last_words`` has the last log lines of a run that did not end well.
     """
 
@@ -125,7 +125,7 @@ class Drill:
         base: the directory, which the drill makes.
         exercise: the training.
         seed: seed of all random choices of faults.
-        progress: see :data:`runner.Progress`.
+        progress: called with the name of a run, its current step, and the number of faults injected so far.
     """
 
     def __init__(self, base: Path, exercise: Exercise, seed: int, progress: Progress) -> None:

@@ -24,7 +24,7 @@ OWN_DOING = ("exception", "exit")
 class Excerpt(msgspec.Struct, frozen=True):
     """The last lines of one log file, at most ``LINES_MAX`` lines.
 
-    They begin with the last traceback of the file if it has one.
+    If the file has a traceback, the lines begin with its last traceback.
     """
 
     path: str
@@ -51,7 +51,7 @@ def launcher_log(directory: Path) -> Path:
 def last_words(directory: Path) -> list[Excerpt]:
     """Return excerpts of the run's logs for its verdict.
 
-    They are from the launcher's output, and from the log of the rank whose own error was the first fault.
+    One excerpt is from the launcher's output, another from the log of the rank that :func:`failed_first` returns.
     """
     logs = [launcher_log(directory)]
     if (directory / SETTINGS_FILE).exists():
@@ -63,9 +63,9 @@ def last_words(directory: Path) -> list[Excerpt]:
 
 
 def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
-    """Return the first fault since the last recovery that the rank itself caused (an exception or an exit); None: none.
+    """Return ``(attempt, rank)`` of the first unhandled exception, or without one of the first exit; None: neither.
 
-    The fault is ``(attempt, rank)``: the number of the start of all workers, and the rank.
+    Only faults since the last recovery are searched. ``attempt`` is the number of the start of all workers.
     """
     faults = RunHistory.read(events).unanswered
     return next(((f.attempt, f.rank) for kind in OWN_DOING for f in faults if f.kind == kind), None)

@@ -64,7 +64,8 @@ class FaultSpec:
 class InjectedFault:
     """One fault to inject, at the phase ``phase`` of the first step from ``step`` on.
 
-    ``phase`` can also be :data:`MOMENT` or :data:`DOUBT`.
+    Two values of ``phase`` are no phases of a step: :data:`MOMENT` (a random moment) and :data:`DOUBT` (a moment at
+    which only some ranks know that the vote passed).
     """
 
     kind: Kind
@@ -79,7 +80,7 @@ class InjectedFault:
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """Return one ``--fault`` as data.
+    """Return the parts of one ``--fault``.
 
     Raises:
         UsageError: the text does not follow the grammar; the error names the wrong part.

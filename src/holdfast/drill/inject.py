@@ -1,9 +1,9 @@
 """The fault injector: a separate process that kills, stops and traps workers of a run.
 
-It shares only files with the run: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP. A fault at
-a named phase is a *trap*: an order on the victim's status page. When the victim reaches the phase, it waits for the
-signal of the injector (``hold``), or raises, exits or hangs on its own. A fault at a random moment comes after a random
-delay, in whatever phase the victim is then.
+The injector shares only files with the run: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP.
+A fault at a named phase is a *trap*: an order on the victim's status page. When the victim reaches the phase, it waits
+for the signal of the injector (``hold``), or raises, exits or hangs on its own. A fault at a random moment comes after
+a random delay, in any phase of the step.
 
 For each fault that happened the injector writes a JSON line (:class:`Injected`).
 
@@ -66,7 +66,7 @@ class InjectionPlan(msgspec.Struct, frozen=True):
 class Injected(msgspec.Struct, frozen=True):
     """One fault that happened.
 
-    ``phase`` and ``step`` are those that the first victim's status page showed after its death. ``committed_step`` is
+    ``phase`` and ``step`` are the values on the first victim's status page after its death. ``committed_step`` is
     the highest step that any page of the run proved as committed just before the fault. ``moment_ns`` is the time of
     the fault (CLOCK_MONOTONIC).
     """
@@ -86,7 +86,7 @@ class Injected(msgspec.Struct, frozen=True):
 class FaultInjector:
     """The injector of the faults of a plan, one after the other.
 
-    It injects a fault only after the run has recovered from the fault before, unless that was a flipped bit.
+    It injects a fault only after the run has recovered from the previous fault. It does not wait after a flipped bit.
 
     Args:
         run: the run.
@@ -226,7 +226,7 @@ class FaultInjector:
     def _hit(self, kind: Kind, victims: list[PageSeen]) -> tuple[int, int] | None:
         """Send the signal of ``kind`` to all victims.
 
-        Return the time and the committed step; None if the first victim was gone.
+        Return the time in ns and the committed step before the signal; None if the first victim was gone.
         """
         committed = self.run.committed_step()
         moment_ns = time.monotonic_ns()
@@ -272,7 +272,7 @@ class FaultInjector:
         )
 
     def _freed(self, survivors: list[Page], pids: list[int], limit_s: float) -> int:
-        """Return the time in ns at which the last survivor left its collective; 0 if a survivor did not report it."""
+        """Return the time in ns at which the last survivor left its collective; 0 if a survivor reported no time."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             moments = [page[Word.FREED_NS] for page in survivors]

@@ -5,8 +5,8 @@ ddp       one copy per rank
 hsdp      ``fully_shard`` on a mesh: replicated over 2, sharded over the rest
 fsdp      ``fully_shard`` over all ranks: each shard is on one rank only
 tp        each pair of ranks splits every feed-forward layer in halves, the pairs are copies
-pp        the first half of the ranks has the first blocks, the second half the others; DDP in each
-pp-tp     both: pairs inside each half
+pp        the first half of the ranks has the first blocks, the second half the last; DDP in each
+pp-tp     pp and tp: each half consists of tp pairs
 ========  ======================================================================================
 """
 
@@ -39,8 +39,8 @@ class Divided(NamedTuple):
         network: the wrapped module, whose forward the training calls.
         copies: the number of ranks, or groups of ranks, that train on different data.
         copy: the number of this rank's copy; None: the rank's own number.
-        group: the process group of the ranks that hold copies of this part, if its first rank's buffers count for all.
-        pipeline: runs forward and backward, if the model is a pipeline.
+        group: the process group over which DDP sends the buffers of its first rank to the others; None: no DDP.
+        pipeline: runs forward and backward of a pipeline; None: the model is no pipeline.
     """
 
     model: nn.Module

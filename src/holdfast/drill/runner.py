@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run that has ended. ``root`` is the directory of its checkpoints; empty: it had no session."""
+    """The outcome of a run that has ended. ``root`` is the directory of its checkpoints; empty: no session."""
 
     directory: Path
     code: int
@@ -71,7 +71,7 @@ class Runner:
         base: directory of this drill.
         nproc: number of workers.
         command: the words after the flags of ``holdfast run``: a script or ``-m`` and a module, and its arguments.
-        progress: see :data:`Progress`.
+        progress: called with the name of a run, its current step, and the number of faults injected so far.
     """
 
     def __init__(self, base: Path, nproc: int, command: Sequence[str], progress: Progress) -> None:
@@ -165,7 +165,7 @@ def launch(
         command: the script and its arguments.
         log: file for the launcher's output.
         root: directory of the checkpoints.
-        cwd: working directory of the run; None: that of this process.
+        cwd: working directory of the run; None: the working directory of this process.
         flags: more flags of ``holdfast run``.
     """
     all_flags = {"run_dir": directory.parent, "run_id": directory.name, **flags}

@@ -2,8 +2,8 @@
 
 ``python -m holdfast.drill.selftest`` starts a job of two ranks in the working directory, with a model under DDP and one
 under FSDP2 (replicated). Rank 1 is killed in a backward pass. The job must replace rank 1 while rank 0 keeps its
-process, without a step lost. Both ranks must end with the bits of the same training without a fault. The exit code is
-0, or 1 with the reason as the last line of the output.
+process, and no step may be lost. Both ranks must end with the bits of the same training without a fault. The exit code
+is 0, or 1 with the reason as the last line of the output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reports of injected faults, made from the injector's records and the event log (pure).
 
 Times are seconds from the fault itself, by the injector's clock, to the event of each phase. If a second fault comes
-during a recovery, an event can occur twice. The occurrence that counts is chosen as in the run's own report
-(``core.job.fault.reach``).
+during a recovery, an event can occur twice. Then the last event counts for the phases ``restored`` and ``resumed``, and
+the first event for all other phases, as in the run's own report (``core.job.fault.reach``).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
     def redone(self) -> bool:
         """True if repeated steps are expected after this fault, so that ``steps_lost`` is no failure.
 
-        This is so after a flipped bit. It is also so if the lost rank was the only holder of a box, and the box came
-        from the memory tier, which had an earlier state.
+        Steps are repeated after a flipped bit. They are also repeated if the lost rank was the only holder of a box,
+        and the memory tier had only an earlier state of this box.
         """
         return self.kind in FLIPS or self.action.endswith("_from_memory")
 

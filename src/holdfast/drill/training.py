@@ -106,8 +106,8 @@ class DrillTraining:
     """The training of one rank.
 
     ``network`` is the wrapped module that forward calls; ``model`` (a ``Gpt`` or one stage) is inside. ``copy`` is the
-    number of this rank's copy of the model; None: the rank's own number. ``group`` is the process group whose first
-    rank's buffers count for all its ranks.
+    number of this rank's copy of the model; None: the rank's own number. ``group`` is the process group over which
+    DDP sends the buffers of its first rank to the others; None: no DDP.
     """
 
     model: nn.Module
@@ -124,7 +124,7 @@ class DrillTraining:
 def build(settings: DrillSettings, world_size: int) -> DrillTraining:
     """Return model, optimizer, scheduler and loader of one rank. The process group must exist already.
 
-    With DDP nothing here needs the rank (the sampler asks for it later), so a spare can build everything.
+    With DDP this function does not need the rank (the sampler asks for it later), so a spare can call it.
     """
     size: Size = SIZES[settings.size]
     text = load(size.text_bytes)
@@ -222,7 +222,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The digests of one rank's state after training. ``loss`` is that of the last step; None: it trained no step."""
+    """The digests of one rank's state after training. ``loss``: loss of the last step; None: no step was trained."""
 
     rank: int
     world_size: int
@@ -284,7 +284,10 @@ def offer_faults(parts: DrillTraining, world_size: int) -> None:
 
 
 def flip_bit(tensors: Iterator[Tensor]) -> None:
-    """Change one bit of the first nonzero number in this rank's part of ``tensors``, in place: a factor of 2 or 1/2."""
+    """Change one bit of the first nonzero number in this rank's part of ``tensors``, in place.
+
+    The number changes by a factor of 2 or 1/2.
+    """
     for tensor in tensors:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
         nonzero = local.nonzero()

@@ -2,7 +2,7 @@
 
 Theory. Goodput is the time of a run without these times:
 - its **start** (until all sessions are open),
-- times in which it **stands still** (until a hang is found),
+- times in which the run **stands still** (until a hang is found),
 - **recoveries** (from a fault to the next committed step),
 - steps that are **redone**,
 - the time that steps wait for a **save**,
@@ -29,7 +29,7 @@ class Straggler(NamedTuple):
 
     Attributes:
         since: when it was found slow; Unix time.
-        ratio: its step time divided by that of the other ranks.
+        ratio: its step time divided by the step time of the other ranks.
         busy_s: its median step time.
     """
 
@@ -99,7 +99,7 @@ class LostTime:
             now: the present time, or the end of the run; Unix time.
             recoveries: begin and end of the recovery of each fault; Unix time.
             still_s: seconds since any rank made progress.
-            steps: the number of steps that count, and the number of redone steps.
+            steps: the number of steps that the job has made, each counted once, and the number of redone steps.
         """
         opened = self._opened_at or now
         still = [*self._still, (now - still_s, now)]
@@ -119,7 +119,7 @@ class LostTime:
 
 
 def _covered(times: Iterable[Times], first: float, last: float) -> float:
-    """Return the seconds between ``first`` and ``last`` that lie in at least one of the given times."""
+    """Return the seconds between ``first`` and ``last`` that lie in at least one of the given intervals."""
     covered_s, until = 0.0, first
     for begin, end in sorted(times):
         covered_s += max(0.0, min(end, last) - max(begin, until))

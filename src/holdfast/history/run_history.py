@@ -2,9 +2,9 @@
 
 Theory. Status, report, launcher, doctor and drill read the same log. All facts that they need are derived here: the
 faults with their phases and answers, the seats of the ranks, the steps, the checkpoints, the end. The readers add only
-words. A successor of the controller uses another fold, ``core.job.log_replay``. It refuses a record of a wrong form,
-because decisions depend on the record. The fold of this module ignores unknown kinds and accepts the shorter records of
-older versions. A test keeps the facts of both folds equal.
+words. A successor of the controller uses another fold, ``core.job.log_replay``. That fold refuses a record of a wrong
+form, because decisions depend on the record. The fold of this module ignores unknown kinds and accepts the shorter
+records of older versions. A test keeps the facts of both folds equal.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The comparison of the batches that a framework's own loop draws with the batches that an earlier process drew.
 
-Theory. See ``session/loops/batch_digest.py``. A framework draws its batches itself, often one batch before the step
-that uses it. So a batch is identified by the epoch and its number in this rank's share of the epoch. This rank keeps a
-record (epoch, number, digest) of one batch: the newest batch that the step trains on. The record is among the plain
-values of the step, from the start of the block. The next process with this rank compares when it draws that batch. It
-draws the batch for the repeated step, or before its first step, only to compare it.
+Theory. A loader may give other batches after a restart, so digests of batches are compared
+(``session/loops/batch_digest.py``). A framework draws its batches itself, often one batch before the step that uses it.
+So a batch is identified by the epoch and its number in this rank's share of the epoch. This rank keeps a record (epoch,
+number, digest) of one batch: the newest batch that the step trains on. The record is saved with the rank-local values
+of the step. The next process with this rank draws that batch again, to repeat the step or only to compare the batch
+before its first step.
 
 Invariants:
 1. A batch that differs raises an error before the step of that batch begins.
@@ -28,7 +29,7 @@ KEPT_MAX = 64
 
 
 class DrawnBatches:
-    """The batches that one rank draws.
+    """The batches that one rank draws. A *record* has epoch, number and digest of one batch.
 
     Args:
         expected: the record of the earlier process with this rank; None: there was no process, or no record.
@@ -59,7 +60,7 @@ class DrawnBatches:
         """Record a batch that was drawn from ``loader``, and compare it if its record is known.
 
         Raises:
-            DataError: the batch differs from the one of the earlier process.
+            DataError: the batch differs from the batch of the earlier process.
         """
         if not self._verify:
             return
@@ -86,7 +87,7 @@ class DrawnBatches:
         return drawn
 
     def seek(self, feed: Feed, place: Mapping[str, int], loader: Any) -> None:
-        """Move ``feed`` to the position ``place``. If a batch is expected, draw it before, only to compare it."""
+        """Move ``feed`` to the position ``place``. If the earlier process left a record, first compare that batch."""
         known = self._expected
         if known is not None and self._verify:
             feed.seek({name: known[name] for name in ("epoch", "batch")})

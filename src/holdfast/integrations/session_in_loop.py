@@ -2,8 +2,8 @@
 
 Theory. ``with step:`` normally owns the body of the loop, so that it can run an aborted step again. A framework owns
 its loop and calls back. So the calls that make up one step are recorded as they come (``recorded_calls.py``). When the
-step is aborted, its block is opened again and the recorded calls run again in order. This happens inside the call of
-the framework that finds the abort, so for the framework this call only takes longer.
+step is aborted, its block is opened again and the recorded calls run again in order. This happens inside that call of
+the framework during which the abort is found. For the framework this call only takes longer.
 
 Rules for the caller:
 1. A recorded call may run several times: it takes its inputs from copies and has no other effect than gradients.
@@ -30,8 +30,8 @@ class Replay:
     Attributes:
         position: the position of the framework's loop at the step from which the session was resumed; empty without a
             resume.
-        own: plain values of this rank alone that were committed with that position; None: they are not known.
-        drawn: the batches of this rank, compared with the batches that the process before it drew.
+        own: plain values of this rank alone that were committed with ``position``; None: they are not known.
+        drawn: the batches of this rank, compared with those that the earlier process with this rank drew.
         may_differ: True: the position may differ between ranks (metrics of their own data, times), so the session
             does not warn.
         shows_committed_steps: the result of ``state_dict`` changes only when a step commits, so no step copies it.
@@ -128,7 +128,7 @@ class Replay:
         """Close the session at the end of training, or with the ``error`` that ends it. If it is closed, do nothing.
 
         Raises:
-            SystemExit: see :meth:`commit`.
+            SystemExit: all ranks have agreed to leave, and the checkpoint is written.
         """
         session, self._session = self._session, None
         if session is not None:
@@ -136,7 +136,7 @@ class Replay:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Announce work between two steps that may take long. Without a name or a session, do nothing."""
+        """Announce long work between two steps to the session. Without a name or a session, do nothing."""
         with self._session.section(name) if self._session is not None and name else nullcontext():
             yield
 

@@ -13,7 +13,7 @@ LISTED_MAX = 8
 
 
 class ClusterNode(NamedTuple):
-    """A node of the cluster, as the cluster describes it."""
+    """A node of the cluster, with its resources."""
 
     address: str
     resources: Mapping[str, float]  # all resources of the node, in use or not
@@ -25,7 +25,8 @@ def bundle_of(workers: int, *, use_gpu: bool, resources: Mapping[str, float]) ->
     An entry of ``resources`` replaces these numbers. A resource of 0 is left out.
 
     Raises:
-        UsageError: a resource is negative or no number, or a GPU is requested and left out.
+        UsageError: a resource is negative or no number, no resource is left, or ``use_gpu`` is set and ``resources``
+            sets GPU to 0.
 
     Example:
         ``bundle_of(8, use_gpu=True, resources={"CPU": 32})`` is ``{"CPU": 32.0, "GPU": 8.0}``.
@@ -51,7 +52,7 @@ def shortage(nodes: Sequence[ClusterNode], bundle: Mapping[str, float], count: i
         nodes: the living nodes of the cluster.
         bundle: resources of one node of the job.
         count: number of bundles.
-        strategy: one of ``STRATEGIES``.
+        strategy: Ray's placement strategy of the bundles, one of ``STRATEGIES``.
     """
     fit = [node for node in nodes if all(node.resources.get(r, 0.0) >= n for r, n in bundle.items())]
     wanted = _shown(bundle)

@@ -128,8 +128,8 @@ def check(batch: Batch) -> None:
     """Refuse values that Slurm or the job cannot work with.
 
     Raises:
-        UsageError: numbers do not fit together, the command sets an option itself, or no ``#SBATCH`` line can hold a
-            value.
+        UsageError: numbers do not fit together, an option is one that this command sets itself, or no ``#SBATCH``
+            line can hold a value.
     """
     if batch.nodes < 1 or batch.spares < 0 or batch.max_starts < 1:
         raise UsageError(
@@ -231,8 +231,8 @@ def _step(batch: Batch) -> str:
     """Return the lines that run the job with srun.
 
     Slurm's defaults would end all tasks 30 s after the first task ends, and at the first lost node. Each task runs in a
-    separate shell, which makes a file if the job has run to its end there. srun's exit code cannot show such an end: it
-    is the greatest code of all tasks, including that of a lost node.
+    separate shell, which makes a file if the job has run to its end in this task. srun's exit code cannot show such an
+    end: it is the greatest code of all tasks, including the task of a lost node.
     """
     nnodes = f"{batch.nodes}:{batch.nodes + batch.spares}" if batch.spares else str(batch.nodes)
     flags = [*batch.flags, "--nnodes", nnodes, "--grace-s", f"{batch.grace_s:g}"]

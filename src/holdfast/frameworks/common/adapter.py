@@ -30,7 +30,7 @@ class Unsevered(GroupError):
 
 
 class Collected(Protocol):
-    """The training state of one rank at one moment, from which the store writes (its ``TensorSource``)."""
+    """The training state of one rank at one moment, as a ``TensorSource``: the store's interface for data to save."""
 
     values: dict[str, Plain]
 
@@ -42,22 +42,22 @@ class Collected(Protocol):
 
 
 class Restore(Protocol):
-    """A load of the state in progress: the caller fills the buffers, then calls :meth:`finish`."""
+    """A load in progress: the caller fills the buffers, then calls :meth:`finish`."""
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
         """Return every box to fill, with the writable bytes for its values."""
 
     def finish(self) -> None:
-        """Put the loaded values into the framework's objects. All buffers are filled and verified before."""
+        """Put the loaded values into the framework's objects. Call this after all buffers are filled and verified."""
 
 
 class DataIdentity(NamedTuple):
-    """The identity of a dataset.
+    """The identity of a dataset, by which two processes compare their data.
 
     Attributes:
         length: number of samples.
         content: digest of the data; empty: not known.
-        shared: every rank must have the same dataset.
+        shared: True if every rank must have the same dataset.
     """
 
     length: int
@@ -185,7 +185,7 @@ class StepAdapter(Protocol):
         """Copy the state that the named optimizer is about to change. Called for an update before the vote."""
 
     def prepare_vote(self) -> None:
-        """Wait for the device, and make equal on all ranks the values that must be equal."""
+        """Wait for the device, and make values equal on all ranks that must be equal, such as buffers of the model."""
 
     def enter_update(self) -> None:
         """Forbid collectives until :meth:`end`. Called when the vote has passed."""
@@ -243,7 +243,7 @@ class GroupAdapter(Protocol):
         """Break all collectives of this process. Callable from any thread; returns at once."""
 
     def reconfigure(self, generation: Generation) -> None:
-        """Rebuild all process groups for ``generation``. Raises: GroupError."""
+        """Rebuild all process groups for ``generation``. Raises: GroupError: a group could not be built."""
 
     def rehearse(self) -> bool:
         """Return whether the next step must run once without effect (a rehearsal).

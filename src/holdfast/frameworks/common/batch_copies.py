@@ -41,7 +41,7 @@ def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) ->
 
     Args:
         leaf: called for every object that is no container, with the object and its place. It returns the replacement.
-        place: place of ``value`` in the whole batch.
+        place: indices that lead from the root of the batch to ``value``.
     """
     if is_constant(value):
         return value

@@ -19,7 +19,7 @@ Progress = Callable[[int], object]
 
 
 def import_id(step: int) -> SaveId:
-    """Return the save id of an imported state after ``step`` updates.
+    """Return the id of the save of an imported state after ``step`` updates.
 
     Raises:
         UsageError: ``step`` is negative, or too large for a checkpoint.
@@ -47,7 +47,7 @@ def write_imported(
         The place of the checkpoint.
 
     Raises:
-        UsageError: see :func:`import_id`; or an import of this step exists, or is being written.
+        UsageError: ``step`` is out of range, or an import of this step exists or is being written.
         StateError: a checkpoint cannot hold a value; the error names the value.
         StoreWriteError: ``root`` cannot be written.
     """
@@ -63,7 +63,7 @@ def write_imported(
 
 
 def _make_way(root: Place, save_id: SaveId) -> None:
-    """Remove the unfinished files of an earlier import of the same step that failed or was killed.
+    """Remove the unfinished files that a failed or killed import of the same step has left.
 
     Raises:
         UsageError: a finished import exists, or another process is writing one.

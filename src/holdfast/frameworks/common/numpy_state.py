@@ -28,7 +28,7 @@ _KINDS = {name: kind for kind, name in DTYPE_NAMES.items()}
 
 
 def dtype_named(name: str) -> np.dtype[np.generic] | None:
-    """Return the NumPy dtype for a dtype name of the store; None if NumPy has no such dtype here."""
+    """Return the NumPy dtype for a dtype name of the store; None if the installed NumPy has no such dtype."""
     try:
         return np.dtype(_KINDS[name])
     except (KeyError, TypeError):
@@ -37,7 +37,7 @@ def dtype_named(name: str) -> np.dtype[np.generic] | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """One box of a tensor: ``array`` has the box's data and sizes, ``shape`` is that of the whole tensor."""
+    """One box of a tensor: ``array`` has the box's data and sizes, ``shape`` is the shape of the whole tensor."""
 
     fqn: str
     shape: Shape
@@ -92,7 +92,7 @@ class NumpyState:
 
 
 def metas_to_fill(shards: Iterable[Shard]) -> list[tuple[TensorMeta, memoryview]]:
-    """Return the box of each shard with the writable bytes of its array, as ``Restore.buffers`` must."""
+    """Return the box of each shard with the writable bytes of its array: the result of ``Restore.buffers``."""
     return [(TensorMeta(t.fqn, t.dtype, t.shape, t.box), t.buffer) for t in NumpyState(shards).targets()]
 
 

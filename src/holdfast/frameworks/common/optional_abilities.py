@@ -44,7 +44,7 @@ class StandsIn(Protocol):
 
 @runtime_checkable
 class HasGroups(Protocol):
-    """An adapter whose process groups exist before a session opens, so that a vote needs no agent.
+    """An adapter whose process groups exist before a session opens, so that ranks without an agent can exchange data.
 
     Attributes:
         own_groups: the framework's process groups are objects of Holdfast.
@@ -88,7 +88,7 @@ class Accumulates(Protocol):
     """An adapter for a library that itself accumulates gradients and counts the batches."""
 
     def expect(self, batches: int | None) -> None:
-        """Set the number of batches of the next block; None: one, or the number that the block itself draws."""
+        """Set the number of batches of the next block; None: one batch, or as many as the block draws itself."""
 
 
 @runtime_checkable
@@ -126,9 +126,8 @@ class KnowsWeights(Protocol):
     def holds_weights(self) -> bool:
         """Return whether the model still has the weights of the last known moment, judged by a sample of the weights.
 
-        The last known moment is the latest of these: a block ended, the script was given a step, or it began or left
-        a loop.
-        Callable from any thread.
+        The last known moment is the latest of these: a block ended, the script was given a step, or the script
+        began or left a loop. Callable from any thread.
         """
 
 
@@ -145,10 +144,10 @@ class Updates(Protocol):
         """Return whether a tensor is a weight or optimizer state, so that only updates change it."""
 
     def settle(self) -> None:
-        """Record the present state as the start of the next update. Recording continues after each update."""
+        """Record the weights and the optimizer's state for :meth:`undisturbed`. Each update records them again."""
 
     def rest(self) -> None:
-        """Stop recording until the next :meth:`settle`, to save its time at each update."""
+        """Stop recording weights and optimizer state until the next :meth:`settle`, to save time in updates."""
 
     def undisturbed(self) -> bool:
         """Return True if only updates were seen to write weights or optimizer state since :meth:`settle`.
@@ -157,7 +156,7 @@ class Updates(Protocol):
         """
 
     def take(self, step: int) -> Update:
-        """Return the data of the update of ``step`` before the update is made. The data are valid until then.
+        """Return the data of the update of ``step`` before the update is made. The data are valid until the update.
 
         Raises:
             StateError: the data cannot be logged.
@@ -187,7 +186,7 @@ class Gradients(Protocol):
         """Prepare for calls of :meth:`drop` in this session."""
 
     def nonfinite(self, optimizer: str) -> str:
-        """Wait for the device. Return the name of the first weight whose gradient holds inf or nan here; empty: none.
+        """Wait for the device. Return the first weight whose gradient on this rank holds inf or nan; empty: none.
 
         Args:
             optimizer: name of the optimizer that is about to step. Gradients of other optimizers may be checked as
@@ -235,7 +234,7 @@ class ProvesBlocks(Protocol):
         """
 
     def found(self) -> Mapping[str, int]:
-        """Return digests of the state at the start of a block, which a run without effect restores.
+        """Return digests of the state from which a block starts. A run without effect restores this state.
 
         The keys name parts of the state in words.
         """
@@ -244,7 +243,7 @@ class ProvesBlocks(Protocol):
         """Return digests of the results of the block so far; empty: no results. Keys name the results in words."""
 
     def cause(self) -> str:
-        """Return a text that names a value which the first run had made and the suspected run used; empty: none."""
+        """Return the likely cause of the difference between two runs of a block, in words; empty: none was found."""
 
 
 class Finder(Protocol):

@@ -44,9 +44,9 @@ class ReplicaDifference(NamedTuple):
 
 
 def gathered(total: Sum, rank: int, world_size: int, row: Sequence[int]) -> NDArray[np.int64]:
-    """Return the rows of all ranks, shape [world_size, len(row)]; ``row`` is this rank's.
+    """Return the rows of all ranks, shape [world_size, len(row)]; ``row`` is the row of this rank.
 
-    Raises: the errors of ``total``.
+    ``total`` sums a vector over all ranks. Its errors are raised here.
     """
     matrix = np.zeros((world_size, len(row)), np.int64)
     matrix[rank] = row

@@ -32,7 +32,7 @@ NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
 
 
 def no_leaf(value: Any, path: str) -> Plain:
-    """Return None: no object is a tensor. This is the ``leaf`` for trees without tensors."""
+    """Return None: no object is a tensor. Give this function as ``leaf`` to :func:`split` for trees without tensors."""
     return None
 
 

@@ -1,6 +1,6 @@
 """A process group over plain sockets that sums NumPy vectors and can be rebuilt after a fault.
 
-It serves the frameworks whose own process group cannot be rebuilt in a running process.
+This group serves the frameworks whose own process group cannot be rebuilt in a running process.
 
 Theory. Every rank is connected to every other rank. A long vector is summed in two exchanges. First, rank r receives
 the r-th part of all vectors and adds these parts; then all ranks fetch the sums. A short vector is sent to all ranks,
@@ -371,7 +371,7 @@ class TcpGroup:
 
 
 class _PeerLine(NamedTuple):
-    """A connection to a peer, with the state of the tags in each direction."""
+    """A connection to a peer, with the seal of each direction, which makes or checks tags."""
 
     sock: socket.socket
     outgoing: DirectionSeal
@@ -462,7 +462,7 @@ class _Flow:
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
     def move(self) -> None:
-        """Send and receive the bytes that the socket takes and has now. Raises: OSError."""
+        """Send the bytes that the socket takes now, and receive the bytes that it has. Raises: OSError."""
         if self._out:
             with suppress(BlockingIOError):
                 self._advance(self._out, self._sock.sendmsg(self._out), None)
@@ -484,7 +484,7 @@ class _Flow:
         """Continue after a complete vector or a complete tag: expect the tag of the vector, or check the tag.
 
         Raises:
-            OSError: the tag is not that of the vector.
+            OSError: the tag does not fit the vector.
         """
         if self._opened is not None:
             self._unproved, self._opened = self._opened, None
@@ -522,10 +522,10 @@ def _sent(line: _PeerLine, parts: Sequence[memoryview]) -> Iterator[memoryview]:
 def meet(
     client: WorkerClient, space: str, rank: int, world_size: int, own: GroupAddress, limit_s: float
 ) -> dict[int, GroupAddress]:
-    """Publish the address of this rank, and wait for those of all others. Return the addresses by rank.
+    """Publish the address of this rank, and wait for the addresses of all others. Return the addresses by rank.
 
     Args:
-        space: first part of the keys under which the ranks publish.
+        space: first part of the keys in the agents' key-value store under which the ranks publish.
 
     Raises:
         GroupError: not all ranks published within ``limit_s`` seconds (the error names the missing ranks), or a fault

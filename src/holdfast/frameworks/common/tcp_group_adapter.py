@@ -70,7 +70,7 @@ class TcpGroupAdapter(Generic[Kept]):
     def _lines(self) -> TcpGroup:
         """Return the TCP group of this process, which may not be connected yet.
 
-        The group connects only at its first use, because the session finds its agent first.
+        The group connects only at its first use, because the session must first find its agent.
         """
         if self._mesh is None:
             client = WorkerClient.current()
@@ -189,7 +189,7 @@ class TcpGroupAdapter(Generic[Kept]):
         return digest_of(self._of_vote() or collected, parts)
 
     def _of_vote(self) -> Collected | None:
-        """Return the state that the vote in progress is about; None if no vote is in progress."""
+        """Return the state that the vote in progress compares between ranks; None if no vote is in progress."""
         return None
 
     def poison(self, reason: str) -> None:

@@ -3,8 +3,8 @@
 Theory. An entry is a tree of plain values, NumPy arrays and tensors of the framework (parameters, variables), or an
 object with ``state_dict`` and ``load_state_dict``. Arrays and tensors are saved as tensors of the job, named by their
 key path. All other values are saved as plain values. The script may change its state at any time. So copies are made
-when a step begins, and again when the script is given a step. A restored value is written into the object that the
-script holds.
+when the script is given a step, before its block, and again when the block begins. A restored value is written into the
+object that the script holds.
 
 Invariants:
 1. A :class:`Taken` shares no memory with the state.
@@ -145,8 +145,8 @@ class UserState:
             The arrays to fill, by tensor name, and a function to call when they are filled.
 
         Raises:
-            CheckpointMismatch: the plain values name a tensor that the checkpoint does not hold, or not in a known
-                type.
+            CheckpointMismatch: the plain values name a tensor that the checkpoint does not hold, or holds in a type
+                unknown here.
         """
         tell_other_names(self._items, saved)
         arrays: dict[str, Array] = {}

@@ -1,10 +1,10 @@
-"""The choice of a checkpoint's model tensors, and the merging of the plain values of all its writers.
+"""The choice of a checkpoint's model tensors, and the merging of the plain values that its ranks wrote.
 
-It works for checkpoints of every framework.
+This module works for checkpoints of every framework.
 
 Theory. The plain values of a session name every tensor that does not belong to the model
-(``frameworks/common/state_tree.py``). With pipeline stages each writer knows only the optimizer state of its own
-parameters. So the values of all writers, or of the writers that a rank needs, are merged.
+(``frameworks/common/state_tree.py``). With pipeline stages each rank knows only the optimizer state of its own
+parameters. So the values of all ranks that wrote the checkpoint, or of those that the loading rank needs, are merged.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ EXTRA_STATE = "_extra_state"
 def joined_values(
     path: Place | Opened, names: Collection[str] | None = None, rank: int = -1
 ) -> dict[str, Plain]:
-    """Return the plain values of a checkpoint, merged from all its writers.
+    """Return the plain values of a checkpoint, merged from the values of all ranks that wrote it.
 
-    Most values are those of the first writer. Optimizer state and names, which differ by parameter or module, are taken
-    from all writers.
+    Most values are taken from the first of these ranks. Optimizer state and names, which differ by parameter or module,
+    are taken from all these ranks.
 
     Args:
-        names: names of the tensors of ``rank``; None: all. Writers without values for these tensors are left out. The
-            first writer is the one with values for most of them, or ``rank`` itself if no writer has more.
-        rank: the rank for which the values are read; -1: no particular rank.
+        names: names of the tensors that ``rank`` loads; None: all. Ranks without values for these tensors are left out.
+            The first rank is the one with values for most of these tensors, or ``rank`` itself if no rank has more.
+        rank: the rank that loads; -1: no particular rank.
 
     Raises:
         CheckpointInvalid: the checkpoint is damaged.
@@ -76,7 +76,7 @@ def _add_values(values: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def is_sessions(values: Mapping[str, Plain]) -> bool:
-    """Return True if a session wrote these values. They then name every tensor that does not belong to the model."""
+    """Return True if a session wrote these values, so that they name every tensor that does not belong to the model."""
     return all(isinstance(values.get(key), dict) for key in ("aliases", "optimizers", "schedulers", "state"))
 
 
@@ -98,8 +98,8 @@ def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set
     Args:
         names: names of the tensors of a checkpoint.
         values: plain values from some of the ranks that wrote the checkpoint. They may lack optimizer state and
-            extra state of another rank's modules, or user state that only another rank has. Such tensors are
-            recognised by names that no tensor of a model has.
+            extra state of another rank's modules, or user state that only another rank has. Tensors of that state
+            are recognised by names that no tensor of a model has.
     """
     if "framework" in values:  # not torch: these values name only the user's tensors
         return {name for name in names if name.startswith("optimizer.")} | (tensors_of(values) & set(names))
@@ -134,7 +134,7 @@ def _is_of_another(name: str, names: Collection[str]) -> bool:
 
 
 def extra_states(values: Mapping[str, Plain]) -> frozenset[str]:
-    """Return the names of the extra states of modules in these values; none in checkpoints from before this feature."""
+    """Return the names of the extra states of modules in these values. Old checkpoints have none."""
     return frozenset(values.get("modules") or ())
 
 
@@ -148,9 +148,9 @@ def weights_of(path: Place | Opened) -> list[str]:
 
 
 def _joined(mine: dict[str, Plain], other: dict[str, Plain]) -> dict[str, Plain]:
-    """Return one optimizer's values, merged from two writers.
+    """Return one optimizer's values, merged from the values of two ranks.
 
-    Both writers have the same parameter groups. Their members and state may belong to different pipeline stages.
+    Both ranks have the same parameter groups. Members and state of a group may belong to different pipeline stages.
     """
     made = {**mine, "state": {**mine["state"], **other["state"]}}
     for key in ("members", "added"):  # names by group

@@ -59,8 +59,8 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         redo: aborts the current step and begins it again; the gate calls it inside the graph after a fault.
 
     Raises:
-        UnsupportedError: framework version, parallel mode or training cell.
-        StateError: see :class:`MindSporeState`.
+        UnsupportedError: the framework version, the parallel mode or the training cell is not supported.
+        StateError: a parameter cannot be saved, or a slice does not fit its parameter.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
         """Return the object that loads a checkpoint into this state.
 
-        The caller fills its buffers, then calls its ``finish``.
+        The caller fills the buffers of the returned object, then calls ``finish`` of that object.
 
         Raises:
             CheckpointMismatch: the checkpoint does not fit this state.
@@ -283,8 +283,8 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def abort(self) -> None:
         """Restore the copied values, which do not include the weights.
 
-        In the gate nothing is restored, because the gradients are kept and no weight has changed. After MindSpore's own
-        group broke, nothing is restored either: operators may then hang, and this process will be replaced.
+        Nothing is restored in two cases. In the gate the gradients are kept, and no weight has changed. After
+        MindSpore's own group broke, operators may hang, and this process will be replaced.
         """
         if not self._in_gate and not (self._native and self.poisoned):
             self.state.put_back()
@@ -294,7 +294,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def _of_vote(self) -> MindSporeCollected | None:
         """Return the state of the vote in progress; None if no vote is in progress.
 
-        It has the present weights, and the copies of values that the graph may have changed.
+        This state has the present weights, and the copies of values that the graph may have changed.
         """
         return self.state.collect(frozen=True) if self._voting else None
 
@@ -402,7 +402,7 @@ def place() -> tuple[int, int]:
 def _gate_place(cell: Any) -> Any:
     """Return the cell whose ``grad_reducer`` the gate replaces.
 
-    It is the cell :class:`Relay` inside an optimizer that Holdfast has wrapped, otherwise the training cell.
+    If Holdfast has wrapped the optimizer, the result is the :class:`Relay` inside. Otherwise it is the training cell.
     """
     optimizer = getattr(cell, "optimizer", None)
     if optimizer is None:

@@ -2,9 +2,9 @@
 
 Theory. MindSpore describes slices by a *device matrix* and a *tensor map*. The device matrix is the grid of the ranks,
 row by row. The tensor map gives for each dimension the axis of the grid that cuts it, counted from the right; -1: none.
-Holdfast's catalogue holds the box of every rank, and both descriptions follow from the boxes. A dimension cut into n
-equal parts, with part (rank // stride) % n on each rank, is the axis of that size and stride. Any other layout (uneven
-parts, no grid) has no such description and is refused by name.
+Holdfast's catalogue holds the box of every rank, and both descriptions follow from the boxes. A dimension may be cut
+into n equal parts, with part (rank // stride) % n on each rank: then the axis of size n and this stride cuts it. Any
+other layout (uneven parts, no grid) has no such description and is refused by name.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def import_checkpoint(
     Args:
         file: a file with all parameters of ``cell``. With ``strategy``: the directory with ``rank_N/*.ckpt`` of a
             parallel training, which hold the parameters in slices.
-        cell: the training cell (network and optimizer) with whole parameters. They are also set to the values.
+        cell: the training cell (network and optimizer) with whole parameters, which are set to the loaded values.
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: number of updates done; None: the file's ``global_step``, or its ``step_num``.
         strategy: the strategy file of that training, the merged file of all its stages, or the directory of all files.
@@ -207,9 +207,9 @@ def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
 
 
 def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Box]]) -> bytes:
-    """Return MindSpore's ParallelStrategyMap, encoded, for all tensors with a dimension.
+    """Return MindSpore's ParallelStrategyMap, encoded, for all tensors except scalars.
 
-    MindSpore can read no scalars.
+    MindSpore can read no scalars from a strategy file.
     """
     message = ParallelStrategyMap()
     message.current_stage = 0

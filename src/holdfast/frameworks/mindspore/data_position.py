@@ -5,12 +5,12 @@ and that continue from epoch to epoch. The state of these generators cannot be s
 seeded from (the script's seed, the session's seed, the epoch). A position in the middle of an epoch is reached by
 drawing from the epoch's start. The following batches then do not depend on earlier draws of this process. The seed is
 the same on all ranks, because a shuffle deals its samples to all of them. Python functions that draw from the global
-generators in a thread of this process race with the training. They are detected when the first batch of an epoch was
-drawn, and refused.
+generators in a thread of this process race with the training. Such functions are detected when the first batch of an
+epoch was drawn, and refused.
 
 Sampler and batch deal sample i of an epoch to shard i modulo the number of shards. A position is therefore also a
-number of samples of the job. A job with another number of ranks or another batch size can continue there. If a pipeline
-deals samples in another way, another number of ranks can continue only at the start of an epoch.
+number of samples of the job. A job with another number of ranks or another batch size can continue after that number of
+samples. If a pipeline deals samples in another way, another number of ranks can continue only at the start of an epoch.
 
 Invariants:
 1. The batches after a position are a function of script, seed and position.
@@ -44,7 +44,7 @@ AUGMENTS = ("Random", "AutoAugment", "RandAugment", "Uniform", "TrivialAugment",
 class Counted(NamedTuple):
     """A dataset and the number of its batches (``steps``) that the job has already used.
 
-    It serves jobs whose checkpoints hold no position in the data.
+    A feed starts after these batches if the checkpoint of the job holds no position in the data.
     """
 
     dataset: Any
@@ -63,7 +63,7 @@ class SampleDeal(NamedTuple):
 
     @property
     def share(self) -> int:
-        """The number of samples in one batch of each shard together."""
+        """The number of samples that all shards together draw in one batch each."""
         return self.copies * self.batch
 
     @staticmethod

@@ -23,7 +23,7 @@ class Gate(nn.Cell):  # type: ignore[misc]
     """A cell that replaces this rank's gradients by the sums over the job. It takes the place of ``grad_reducer``.
 
     Args:
-        through: called with the vector, in the thread that executes the graph.
+        through: called with the vector of gradients and buffers, in the thread that executes the graph.
         buffers: parameters that travel with the gradients.
         before: the previous ``grad_reducer``, called first.
     """

@@ -1,9 +1,9 @@
-"""The reduction of one rank's gradients to those of the job, over Holdfast's own connections.
+"""The reduction of one rank's gradients to the gradients of the job, over Holdfast's own connections.
 
 Theory. The gradient of a parameter is summed over the ranks that hold the same box of it. These are all ranks for a
 whole parameter, fewer for a slice, and one for a slice that no other rank holds. Parameters whose boxes divide the
-ranks in the same way travel in one vector, and each rank sums it with the ranks that hold the same boxes. The ranks
-publish their boxes once in each generation, before the first sum, so a newcomer learns them from the survivors.
+ranks in the same way travel in one vector. Each rank sums this vector with the ranks that hold the same boxes. The
+ranks publish their boxes once in each generation, before the first sum, so a newcomer learns them from the survivors.
 
 Invariants:
 1. The gradient of a slice is never added to the gradient of another slice.
@@ -28,7 +28,7 @@ Sum = Callable[[Vector, Sequence[int] | None], Vector]
 
 
 class SummedShare(NamedTuple):
-    """The elements of the gradient vector that are summed over ``ranks``. ``where`` selects them."""
+    """The elements of the gradient vector that are summed over ``ranks``. ``where`` is True at these elements."""
 
     ranks: tuple[int, ...]
     where: NDArray[np.bool_]  # shape [gradients]
@@ -68,7 +68,7 @@ class Reduction:
         Raises:
             PeerLost: a rank is lost.
             StateError: the ranks have built different models.
-            StepError: the cell gives the optimizer gradients of other parameters.
+            StepError: the vector has fewer gradients than the trained parameters have elements.
         """
         if self._shares is None:
             self._shares = self._told(total)

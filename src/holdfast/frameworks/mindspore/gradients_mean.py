@@ -1,8 +1,8 @@
 """The script's choice between the mean and the sum of the gradients (``gradients_mean``).
 
 MindSpore reads ``gradients_mean`` only in its parallel modes, where the default is False. Without a parallel mode
-MindSpore reduces nothing, and Holdfast's gate reduces the gradients: there the default is the mean. MindSpore stores
-the value but not whether the script has set it. So its setter is replaced when this module is imported.
+MindSpore reduces nothing, and Holdfast's gate reduces the gradients. The default of the gate is the mean. MindSpore
+stores the value but not whether the script has set it. So its setter is replaced when this module is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The merging of MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one with whole tensors.
+"""The merging of MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one checkpoint.
 
 Theory. The strategy says which part of a parameter each rank of a pipeline stage holds
 (``store/mindspore/strategy.py``, ``store/mindspore/slices.py``). When a tensor is written, it is joined from one holder
@@ -133,7 +133,7 @@ def import_slices(
         The place of the new checkpoint.
 
     Raises:
-        UsageError: there are no such files, the strategy is of fewer ranks, or the files do not say their step.
+        UsageError: there are no such files, the strategy is of fewer ranks, or the files do not contain their step.
         CheckpointInvalid: a file is damaged, slices are missing, copies differ, or the strategy is of another network.
         StoreWriteError: ``root`` cannot be written.
 
@@ -372,7 +372,7 @@ def _refuse_whole_files(tensors: Mapping[str, Merged], source: Path) -> None:
     """Refuse files of ``integrated_save=True``: they hold whole tensors, which would be joined as if they were parts.
 
     Raises:
-        CheckpointInvalid: all parts of every cut tensor are equal, and at least one part holds different numbers.
+        CheckpointInvalid: all parts of every cut tensor are equal, although the numbers in a part are not all equal.
     """
     varied = ""
     for name, tensor in tensors.items():

@@ -7,8 +7,8 @@ depend on gradients, so the graph may change them at any time. Moving statistics
 a step begins, and a state requested during the step takes them from the copies. In PYNATIVE mode a read from another
 thread waits for running operators, which may never end, so all parameters are copied. Between two steps a script may
 change single numbers (learning rates, counters) and its own state (``frameworks/common/user_state.py``). Both are also
-copied when the script is given a step. A compiled graph sees only changes by ``assign``; changes by ``set_data`` are
-visible only to Python.
+copied earlier, when the script is given the step, before its block. A compiled graph sees only changes by ``assign``;
+changes by ``set_data`` are visible only to Python.
 
 Invariants:
 1. ``collect(frozen=True)`` is the state at the start of the current step, whatever the graph or the script did since.
@@ -253,7 +253,7 @@ class MindSporeState:
     def collect(self, *, frozen: bool, before: int = -1) -> MindSporeCollected:
         """Return the present state, or, if ``frozen``, the state at the start of the current step.
 
-        If :meth:`take_before` made copies for the step ``before``, the copied values are used instead.
+        Values that :meth:`take_before` has copied for the step ``before`` replace the values of that state.
         """
         copies = self._copied if frozen else {}
         if self._before.step == before:

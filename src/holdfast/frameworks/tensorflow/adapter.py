@@ -1,8 +1,9 @@
 """TensorFlow 2's implementation of the interface in ``frameworks/common/adapter.py``, with recovery by restart.
 
-A step is the whole ``train_step``. A rank votes after its ``train_step`` has ended; committed means that it ended on
-all workers. A broken strategy cannot be repaired in a running process. So every fault restarts the workers from the
-state of the last committed step. If the next step had begun, that state is in the host copies.
+A step is the whole ``train_step``. A rank votes after its ``train_step`` has ended. A step is committed when
+``train_step`` has ended on all workers. A broken strategy cannot be repaired in a running process. So every fault
+restarts the workers from the state of the last committed step. If the next step had begun, the copies on the host have
+that state.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
 class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     """The adapter of TensorFlow; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
-    It installs no hooks in TensorFlow: the step votes at its end.
+    This adapter installs no hooks in TensorFlow, because a step votes only at its end.
 
     Args:
         model: a built Keras model (Keras 3 or tf_keras).
@@ -45,7 +46,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         seed: base of the seeds of Python's and NumPy's generators at each step.
 
     Raises:
-        UnsupportedError: version or strategy.
+        UnsupportedError: the version of TensorFlow or the strategy is not supported.
         UsageError: the model is not built, or the strategy has another number of workers than were started.
     """
 
@@ -97,7 +98,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
         """Return the object that loads a checkpoint into this state.
 
-        The caller fills its buffers, then calls its ``finish``.
+        The caller fills the buffers of the returned object, then calls ``finish`` of that object.
 
         Raises:
             CheckpointMismatch: the checkpoint does not fit this state.
@@ -160,10 +161,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         self._voting = False
 
     def _of_vote(self) -> Live | None:
-        """Return the present variables, for the comparison of copies in the vote; None if no vote is in progress.
-
-        A state that was collected at an earlier step would have older values.
-        """
+        """Return the present variables, which the vote compares between ranks; None if no vote is in progress."""
         return self.state.collect_live() if self._voting else None
 
     def _remedy(self) -> str:

@@ -121,7 +121,7 @@ def _refuse_shuffle(part: Any, *, fixed: bool) -> None:
 
     Args:
         part: a dataset of the pipeline.
-        fixed: the same dataset serves all epochs.
+        fixed: True if the same dataset serves all epochs.
 
     Raises:
         UnsupportedError: ``part`` is such a shuffle.

@@ -5,8 +5,8 @@ All variables are therefore copied to the host when a step begins. These copies 
 Outside of a step the state is the variables' present values, with the script's changes after the block. A variable is
 read and set only on this worker, because a read across workers would be a collective. ``local`` names the variables
 that differ between workers (BatchNorm's moving statistics). Between two steps a script may change single numbers
-(learning rates, counters) and its own state (``frameworks/common/user_state.py``). Both are also copied when the script
-is given a step.
+(learning rates, counters) and its own state (``frameworks/common/user_state.py``). Both are also copied earlier, when
+the script is given the step, before its block.
 
 Invariants:
 1. ``collect(frozen=True)`` is the state at the start of the current step, whatever happened since.
@@ -166,7 +166,7 @@ class TensorFlowState:
     def collect(self, *, frozen: bool, before: int = -1) -> TensorFlowCollected:
         """Return the present state, or, if ``frozen``, the state at the start of the current step.
 
-        If :meth:`take_before` made copies for the step ``before``, the copied values are used instead.
+        Values that :meth:`take_before` has copied for the step ``before`` replace the values of that state.
         """
         arrays = self.copies if frozen else self.read(self._variables)
         if self._before.step == before:

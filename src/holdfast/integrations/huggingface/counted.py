@@ -56,7 +56,7 @@ class CountedValues:
             self._names |= {name for name in before.keys() & after.keys() if before[name] != after[name]}
 
     def own(self) -> dict[str, Any]:
-        """Return the values to keep for a replacement of this rank: the smallest first, as many as fit."""
+        """Return the values to keep for a replacement of this rank: the smallest ones, at most 64 KiB in all."""
         found = self._found()
         sizes = {name: _size_of(found[name]) for name in self._names & found.keys() - self._too_large}
         kept: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """The values from which Hugging Face's ``Trainer`` reports losses, kept over faults.
 
-The Trainer sums losses since its last log line, possibly over many steps. It has a sum of this rank and a sum over all
-ranks. Losses of an aborted step may come from broken collectives, so they are removed from the sum.
+The Trainer sums losses since its last log line, possibly over many steps. The Trainer has a sum of this rank and a sum
+over all ranks. Losses of an aborted step may come from broken collectives, so they are removed from the sum.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class ReportedLosses:
             total += loss if usable else total / steps
 
     def reported(self) -> dict[str, Any]:
-        """Return the loss values of a position that are equal on all ranks: total loss and steps of log lines."""
+        """Return the values of a position that are equal on all ranks: total loss, step of the last log, first step."""
         return {name: getattr(self._trainer, name) for name in SAME_ON_ALL_RANKS}
 
     def own(self) -> dict[str, Any]:
-        """Return the values of a position that only this rank has: its sum of losses and its count of operations."""
+        """Return the values of a position that only this rank has: sum of losses, number of float operations."""
         return {"loss": self._trainer._tr_loss.item(), "flos": self._trainer.current_flos}
 
     def go_on(self, reported: Mapping[str, Any], own: Mapping[str, Any]) -> None:

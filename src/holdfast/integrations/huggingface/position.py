@@ -23,7 +23,7 @@ DUE = "should_log should_evaluate should_save".split()
 
 
 def due_of(trainer: Any) -> list[str]:
-    """Return the actions that the Trainer's callbacks have asked for."""
+    """Return the actions that the Trainer's callbacks have requested: log, evaluate, save."""
     return [name for name in DUE if getattr(trainer.control, name)]
 
 
@@ -60,7 +60,7 @@ class Tokens:
     def counting(self, samples: list[Any], device: Any) -> Callable[[], None]:
         """Return a function that counts the tokens of ``samples`` for one run of the block.
 
-        It first resets the Trainer's sum to its present value, so that repeated runs count once.
+        The returned function first resets the Trainer's sum to the value at this call. So repeated runs count once.
         """
         state = self._trainer.state
         seen = state.num_input_tokens_seen
@@ -110,7 +110,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         return ending
 
     def go_on(self, after: Mapping[str, Any]) -> None:
-        """Take over the due work of a loaded position. ``after`` is its entry that :meth:`after` returned."""
+        """Take over the due work of a loaded position. ``after`` is the entry that :meth:`after` returned."""
         self._after = dict(after)
         self._ended = self._after["ended"]
         self._is_newcomer = is_newcomer()  # the other ranks have done the due work

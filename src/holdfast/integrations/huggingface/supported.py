@@ -18,7 +18,7 @@ def require_supported(trainer: object, methods: Iterable[str]) -> None:
     """Raise UnsupportedError for a Trainer that cannot be protected.
 
     It is refused if it is of another class, lacks one of ``methods``, or uses DeepSpeed, FSDP or an iterable dataset.
-    It is also refused if it or a callback keeps tensors that a later step uses.
+    It is also refused if the Trainer or a callback keeps tensors that a later step uses.
     """
     if not isinstance(trainer, transformers.Trainer):
         raise UnsupportedError(

@@ -1,8 +1,9 @@
 """The protection of Hugging Face's ``Trainer``: call ``protect(trainer)`` before ``trainer.train()``.
 
-Theory. A step lasts from the fetch of its micro-batches to ``on_step_end``. Its calls are recorded, and run again when
-the step is aborted (``session_in_loop.py``). Batches come from Holdfast's feed over the Trainer's own dataset and
-sampler. Order and augmentation are functions of (seed, epoch, batch), and a resume does not read used batches.
+Theory. A step lasts from the fetch of its micro-batches to ``on_step_end``. The calls of a step are recorded, and run
+again when the step is aborted (``session_in_loop.py``). Batches come from Holdfast's feed over the Trainer's own
+dataset and sampler. Order and augmentation are functions of (seed, epoch, batch), and a resume does not read used
+batches.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Theory. The session opens before the loops begin, when the strategy has wrapped 
 lasts from the first micro-batch's ``automatic_optimization.run`` to ``on_train_batch_end``. The runs of its
 micro-batches are recorded, and run again when the step is aborted (``session_in_loop.py``). The checkpoint holds the
 progress of Lightning's loops and the state of its callbacks. Lightning itself starts a data loader from its beginning
-after a resume. :class:`PositionedLoader` starts at the batch that the loops have reached. Its order and augmentation
-are functions of (seed, epoch, batch).
+after a resume. :class:`PositionedLoader` starts at the batch that the loops have reached. The order and augmentation of
+its batches are functions of (seed, epoch, batch).
 """
 
 from __future__ import annotations

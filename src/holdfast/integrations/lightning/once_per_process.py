@@ -1,9 +1,9 @@
 """Decisions that Lightning's objects make once in a process, and that a replacement process must not make again.
 
 Theory. A logger takes the next free ``version_N`` when it is first asked for its directory. ``CSVLogger`` removes the
-metrics that it finds there. ``SaveConfigCallback`` writes the configuration and remembers that it has. All of this
-happens before the session opens, so it is in no saved state. The decisions of each rank of a run are therefore written
-into its run directory, from where a later process with that rank takes them. Decisions of rank 0 have precedence, as in
+metrics that it finds there. ``SaveConfigCallback`` writes the configuration and remembers that it did. All of this
+happens before the session opens, so it is in no saved state. The decisions of each rank are therefore written into the
+directory of the run, from where a later process with that rank takes them. Decisions of rank 0 have precedence, as in
 Lightning.
 """
 
@@ -58,7 +58,7 @@ class Decisions:
             write_private(self._path, msgspec.json.encode(self._own))
 
     def version(self, method: Callable[[Any], int], logger: Any) -> int:
-        """Return the version number for ``logger``: that of the earlier process, or else a new one from ``method``.
+        """Return the version number for ``logger``: the earlier process's number, otherwise a new one from ``method``.
 
         Loggers are matched by class, directory and the order of their calls.
         """

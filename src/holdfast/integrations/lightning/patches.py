@@ -1,4 +1,4 @@
-"""Replacements for methods of a Lightning trainer's objects, in place during ``fit``."""
+"""Replacements for methods of a Lightning trainer's objects, installed during ``fit``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The position of a Lightning training, as plain values and tensors: its loops, its callbacks and their metrics.
 
 Theory. A position is taken when a step ends. It is taken again when the next step begins, if a validation or the end of
-an epoch lies between: a newcomer must begin after all work of the other ranks. Lightning's own restart is made for
-positions at the end of a batch, and errs in two cases, which this module corrects:
+an epoch lies between the two moments: a newcomer must begin after all work of the other ranks. Lightning's own restart
+is made for positions at the end of a batch, and errs in two cases, which this module corrects:
 
 - After a restart from a position before a batch, Lightning counts this batch and the validation before it twice. So the
   process sets the counters again when it trains its first batch.
@@ -10,7 +10,7 @@ positions at the end of a batch, and errs in two cases, which this module correc
   the process begins one batch earlier, and a substitute for the training of that batch sets the counters. A newcomer
   does not begin earlier, because the other ranks have done that work.
 
-A validation replaces scores and other small tensors under other names. These tensors become plain values, so that the
+A validation may give scores and other small tensors other names. These tensors are saved as plain values, so that the
 layout of the state does not change.
 """
 
@@ -149,7 +149,7 @@ class PositionedLoader:
     def __init__(
         self, loader: Any, trainer: pl.Trainer, seed: int, drawn: Callable[[], DrawnBatches]
     ) -> None:
-        """Wrap ``loader``. ``drawn`` is called at the first batch, when the session is open."""
+        """Wrap ``loader``. ``drawn`` returns the :class:`DrawnBatches` of this rank once the session is open."""
         self._source: Source = make_source(loader, seed, trainer.global_rank)
         self._loop = trainer.fit_loop
         self._loader = loader

@@ -68,7 +68,7 @@ def drive(plan: JobPlan) -> dict[int, Any]:
 
 
 def status(name: str) -> dict[str, Any]:
-    """Return the status of the job ``name``, as :func:`holdfast.integrations.ray.status` does."""
+    """Return the output of ``holdfast status --json`` for the running job ``name``."""
     if not ray.is_initialized():
         ray.init()
     for actor_name in _actors_of(name):
@@ -146,7 +146,7 @@ def _actor(
 def _signals(job: Supervisor) -> Iterator[None]:
     """Translate signals to the driver into requests to the job while the ``with`` body runs.
 
-    SIGTERM (``ray job stop``) or Ctrl-C asks it to save and leave, a second signal to end.
+    SIGTERM (``ray job stop``) or Ctrl-C asks the job to save and leave. A second signal asks it to end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

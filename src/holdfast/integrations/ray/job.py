@@ -101,7 +101,7 @@ def run(
         FrameworkError: Ray is not installed.
         UsageError: an argument cannot work, no other process can find the function, or a job of this name runs.
         NotMet: the cluster did not have the nodes in time; the message says what is missing.
-        JobSaved: the job has saved and left (code 75): the same call continues.
+        JobSaved: the job has saved and ended (code 75). A second call with the same ``name`` continues the job.
         JobError: the training ended with another code than 0.
 
     Example:
@@ -184,7 +184,7 @@ def _target(
     """Return the function or script to run, and the encoded argument of a function (None: no argument).
 
     Raises:
-        UsageError: there is no such script or function, or an argument that it cannot take.
+        UsageError: the script does not exist, another process cannot find the function, or an argument is wrong.
     """
     if callable(train):
         if args:

@@ -48,7 +48,7 @@ class NodeOrder:
 
 @dataclass(frozen=True)
 class NodeHere:
-    """The answer of an actor that is up."""
+    """The answer of an actor to the question whether it is up."""
 
     address: str  # IP address of its node
     contact: str  # address and a free port of the node
@@ -186,7 +186,7 @@ class HoldfastNode:
             write_private(mark, str(shown).encode())
 
     def contacts(self, asks: int) -> tuple[str, ...]:
-        """Return the addresses of all agents except that of node ``asks``; empty: this node does not know them."""
+        """Return the addresses of all agents except the agent of node ``asks``; empty: this node does not know them."""
         try:
             known = read_peers(self._run)
             return tuple(endpoint(peer.host, peer.port) for peer in known if peer.node_id != f"node{asks}")
@@ -223,7 +223,7 @@ class HoldfastNode:
 
 
 def _located(train: TrainFunction | str) -> tuple[str, str]:
-    """Return the directory of the code, and the path in it of a file that must exist.
+    """Return the directory of the code on the driver's node, and the path of a code file, relative to this directory.
 
     The path is empty if the code is an installed package.
     """

@@ -32,7 +32,7 @@ class TrainFunction(NamedTuple):
 def name_function(train: Callable[..., Any]) -> TrainFunction:
     """Return the name by which another process finds the function ``train``.
 
-    For a function of the driver's own script the module name is that of the script's file, which the ranks import.
+    For a function of the driver's own script, the name of the script's file is the module name for the ranks.
 
     Raises:
         UsageError: only this process can find it: a lambda, a nested function, a method, a partial, a notebook.

@@ -1,4 +1,4 @@
-"""The supervisor of a job on Ray: it starts a launcher on each node, and again where Ray has placed a lost actor again.
+"""The supervisor of a job on Ray: it starts a launcher on each node, and where Ray places a lost actor again.
 
 Theory. The job needs no process outside its nodes: its agents have elected a controller, which replaces lost ranks. But
 no agent can know that Ray has placed a lost actor again, and where. The supervisor sends that node the addresses of the
@@ -14,7 +14,7 @@ A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is up wi
 Invariants:
 1. A launcher is started only where the actor is known to have none.
 2. A node that comes to a running job does not get its own address as a contact, because it could found a second job.
-3. The first code 0 ends the job, which runs to its end on all nodes together.
+3. The first launcher that ends with code 0 ends the job, because all nodes reach the end of the training together.
 """
 
 from __future__ import annotations
