@@ -88,7 +88,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mark(self) -> tuple[str, int, int]:
-        """The part of the failure that the history of faults keeps: digest, step and occurrence."""
+        """The part of the failure that the history of faults keeps: its digest, its step and the packed generation."""
         return self.digest, self.step, self.occurrence
 
 

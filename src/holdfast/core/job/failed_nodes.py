@@ -91,8 +91,8 @@ def leave_out(
 
     Args:
         up: all nodes that are in contact with the controller, with the number of their usable slots.
-        failing: failing nodes, the worst one first. Each is removed if the other nodes still have room for as many
-            ranks.
+        failing: failing nodes, the worst one first. Each is removed if the remaining nodes have room for as many ranks
+            as all nodes of ``up``.
         room: returns the number of ranks that a job on the given nodes has.
     """
     left = list(up)
@@ -107,7 +107,7 @@ def leave_out(
 
 
 class FailedNodes:
-    """The counted faults of all nodes of a run, and the announced answers to failing nodes.
+    """The counted faults of all nodes of a run, and the announced answer for each failing node: left out or kept.
 
     The work for one fault does not grow with the faults of other nodes, because a large job may lose many at once.
 

@@ -210,7 +210,7 @@ class Recovery:
             self.progress(now)
 
     def settled(self, now: float, member: Member, report: Settled) -> None:
-        """Handle the report of a member: its answer to the newest fence, or a change after the decision."""
+        """Handle a member's report: its answer to the newest fence, or a change of its state after the decision."""
         self.reports[member.rank] = report
         self._turns = max(self._turns, report.turns)
         member.report(report.state, report.step)
@@ -371,7 +371,7 @@ class Recovery:
                 self._recovered(now)
 
     def _let_go(self) -> bool:
-        """Let the members end in which user code raised an exception, unless only they hold a part of the state.
+        """Let members end whose user code raised an exception, unless only these members hold a part of the state.
 
         Returns: True if the recovery must wait until these members are gone.
         """

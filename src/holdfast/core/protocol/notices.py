@@ -36,7 +36,7 @@ class Notice(Message, frozen=True):
 
 
 class NoticeOver(Message, frozen=True):
-    """Message to every agent that the notices of ``source`` about a node are over; empty: those of all sources."""
+    """Message to every agent that the notices of ``source`` about a node are over; empty: all its notices."""
 
     node_id: NodeId
     source: str = ""
@@ -93,7 +93,9 @@ class HoldReached(Message, frozen=True):
 
 
 class HoldOver(Message, frozen=True):
-    """Order to one worker: no seats are changed, so do not wait before ``step`` any longer. It ends that stop only."""
+    """Order to one worker: no seats are changed, so do not wait before ``step`` any longer. A later stop is not
+    affected.
+    """
 
     member_id: MemberId
     generation: Generation
@@ -107,7 +109,7 @@ class Notices:
         self._standing: dict[tuple[NodeId, str], tuple[Notice, float]] = {}
 
     def note(self, now: float, notice: Notice) -> bool:
-        """Keep a notice, or remove the notice that it withdraws. Return True if the controller must receive it."""
+        """Keep a notice, or remove a withdrawn one. Return True if the controller must receive ``notice``."""
         key = (notice.node_id, notice.source)
         known = self._standing.get(key)
         if notice.withdrawn:

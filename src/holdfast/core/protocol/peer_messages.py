@@ -62,7 +62,7 @@ class PeerHello(Message, frozen=True):
 class PeerList(Message, frozen=True):
     """The list of all agents that the sender knows, and the names of its jobs. It is sent again after each change.
 
-    ``job`` and ``near`` have the meaning of the fields in :class:`PeerHello`.
+    ``job``: the job that the sender belongs to. ``near``: the job that a connected agent belongs to. Empty: no job.
     """
 
     job: str
