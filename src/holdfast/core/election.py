@@ -12,10 +12,10 @@ of the job. So a voter refuses a candidate whose log ends before the log of the 
 
 A host that was installed again has also lost its votes. Such a voter knows no electorate, and reports that with its
 vote: the vote is *blank*, and does not count. Two majorities share a voter, and this voter has to remember its votes.
-In the first term only the founder (the agent on which the job began) asks for votes, so every vote counts. A new leader
-sends the electorate to all agents. An agent that receives it cannot vote again in the leader's term: the leader already
-has the votes of a majority. The price: no leader is elected if no majority remembers its votes. The remaining agents
-then save a checkpoint and end (docs/design/0038-simulated-hosts.md).
+In the first term only the founder (the agent on which the job began) asks for votes, so there a blank vote counts too.
+A new leader sends the electorate to all agents. An agent that receives it cannot vote again in the leader's term: the
+leader already has the votes of a majority. The price: no leader is elected if no majority remembers its votes. The
+remaining agents then save a checkpoint and end (docs/design/0038-simulated-hosts.md).
 
 The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
 stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
@@ -28,7 +28,7 @@ created only once) the voter that first creates the name of the next change cont
 name taken and gives up. If the other voter is connected but has forgotten its votes, the witness is asked at once.
 
 Invariants:
-1. The state behind an answer or act is on disk before the answer or act: ``PersistHardState`` precedes the ``Send``.
+1. The state on which an answer or act depends is on disk first: ``PersistHardState`` precedes the ``Send``.
 2. Within a term, ``voted_for`` of a voter changes only from empty to the name of a candidate.
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
@@ -81,7 +81,7 @@ Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
 class Votes(NamedTuple):
-    """The voters that have granted their vote to this agent in ``term``. Term 0: it has not asked for votes."""
+    """The voters that have granted their vote to this agent in ``term``. Term 0: no votes were requested."""
 
     term: int = 0
     voters: frozenset[NodeId] = frozenset()
@@ -357,7 +357,7 @@ class Election:
             self._claim(electorate.number + 1, (self.me,))  # the only other voter has no vote to wait for
 
     def _meet_term(self, term: int, leader: str = "") -> None:
-        """Take over a newer term. A leader of an older term stops its controller and campaigns again.
+        """Adopt a newer term. If this agent led an older term, stop its controller and campaign again.
 
         Args:
             term: the term that another agent has named.

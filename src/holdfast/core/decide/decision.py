@@ -6,8 +6,8 @@ has changed a parameter, and all can discard step s. Therefore all survivors can
 report proves to be done or decided.
 
 Invariants:
-1. The decided step is never below a step that a report proves to be committed. It is never above the step after the
-   newest update that some rank has begun.
+1. The decided step is never below a step that a report proves to be committed. If the update of step s is the newest
+   one that some rank has begun, the decided step is at most s + 1.
 2. Only living ranks that are at the decided step, or can be brought to it, are sources.
 """
 

@@ -2,8 +2,9 @@
 
 Theory. A host can be broken in ways that no single device shows: bad memory, a power supply, a driver, a cable. Its
 processes die again and again, and each time a replacement starts on the same host, because the host has free slots. So
-faults of the host are counted by node. A node with too many of them within a window is *failing*. A failing node is
-*left out*: no rank is placed on it, and its ranks move to other nodes. Its agent stays in the job and keeps its vote.
+faults of the host are counted by node. A node with too many of them within a window is *failing*. A failing node that
+the job does not need is *left out*: no rank is placed on it, and its ranks move to other nodes. Its agent stays in the
+job and keeps its vote.
 
 Invariants:
 1. A fault of the script counts against no node: an exception, an exit code, a hang in the script's own code, or the

@@ -1,9 +1,9 @@
 """One fault of the job, with the time at which its recovery reached each phase.
 
-Theory. All six times count from the moment of the fault, or from the best estimate of that moment. So they grow from
-phase to phase. When a second fault interrupts the recovery, a fault keeps its own times of the first four phases
-(detected, fenced, quiesced, planned). Its last two times (restored, resumed) are set again, because they show the user
-when the job was whole.
+Theory. All six times (one for each phase) count from the moment of the fault, or from the best estimate of that moment.
+So they grow from phase to phase. When a second fault interrupts the recovery, a fault keeps its own times of the first
+four phases (detected, fenced, quiesced, planned). Its last two times (restored, resumed) are set again, because they
+show the user when the job was whole.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The replacement of dead ranks by newcomers, while the survivors keep process, weights and connections.
 
 Theory. A newcomer builds its model without peers, asks for its state, receives it from the sources (the survivors that
-serve their state), and joins. Both sides work at the same time. The first fetch waits until all sources have offered
-their state, so that the load is spread over all of them. A newcomer that has not joined is not evidence in a decision.
-The evidence of its seat is still the status page of the previous full member. Rank-local values are plain values that
-belong to one rank only, such as its position in the data.
+serve their state), and joins. Newcomer and sources work at the same time. No newcomer fetches state before all sources
+have offered their state, so that the load is spread over all of them. A newcomer that has not joined is not evidence in
+a decision. The evidence of its seat is still the status page of the previous full member. Rank-local values are plain
+values that belong to one rank only, such as its position in the data.
 
 Invariants:
 1. A newcomer is ordered to receive only when every source of the decision has offered the state of the decided step.

@@ -177,7 +177,7 @@ class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopiesDiffer(Message, frozen=True):
-    """Report of the digests of one rank's copies: a vote has found differing copies of the state of ``step``."""
+    """Report of one rank after a vote has found differing copies of the state of ``step``: digests of its copies."""
 
     member_id: MemberId
     generation: Generation

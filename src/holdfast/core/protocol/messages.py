@@ -486,7 +486,7 @@ class KillMember(Message, frozen=True):
 
 
 class EndRun(Message, frozen=True):
-    """Order to an agent to end the run: kill the remaining processes, and report ``code``."""
+    """Order to an agent to end the run: kill the remaining processes, and end with exit code ``code``."""
 
     code: int
     reason: str

@@ -55,9 +55,9 @@ class DrainNode(Message, frozen=True):
 
 
 class PrepareSeats(Message, frozen=True):
-    """Order to an agent: build processes for these ranks, which will move to its node.
+    """Order to an agent: build processes for the ranks of ``members``, which will move to its node.
 
-    No members: end the processes that an earlier order has built.
+    With no members: end the processes that were built for an earlier order.
     """
 
     node_id: NodeId
@@ -67,7 +67,7 @@ class PrepareSeats(Message, frozen=True):
 
 
 class SeatsPrepared(Message, frozen=True):
-    """Report that these ranks have a prepared process on this node. ``failed``: why a process could not be built."""
+    """Report of an agent: ``ranks`` have a prepared process on its node. ``failed``: why one could not be built."""
 
     node_id: NodeId
     ranks: tuple[int, ...]

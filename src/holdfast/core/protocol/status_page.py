@@ -121,7 +121,7 @@ def unpack_state(word: int) -> tuple[int, Phase]:
 
 
 def pack_trap(action: TrapAction, phase: Phase, step: int) -> int:
-    """Return a trap packed into one word. The action must fit 7 bits, the phase 8 and the step 48."""
+    """Return the trap of a drill packed into one word. The action must fit 7 bits, the phase 8 and the step 48."""
     return (int(action) << 56) | (int(phase) << 48) | step
 
 

@@ -227,7 +227,7 @@ class Progress:
         return median(self._steps) if self._steps else 0.0
 
     def paces(self) -> list[tuple[int, int, float]]:
-        """Return (rank, samples, median seconds of a step without waits for peers) of each worker."""
+        """Return (rank, number of measured steps, median seconds of a step without waits for peers) of each worker."""
         return [
             (watch.last.rank, len(watch.busy), median(watch.busy))
             for _, watch in sorted(self._watches.items())

@@ -18,7 +18,8 @@ The reactions to the main events are:
 - ``Settle``, of the fence in force: an in-doubt step is applied or discarded, and the orders of the decision wait.
 - ``ResumeInPlace``, of another generation than the rank's own: the state is no longer served, then the script may
   continue.
-- ``WaitReached``, after an order to continue: the script goes back if that is ordered, and its groups are built again.
+- ``WaitReached``, after an order to continue: the script goes back if that is ordered, and the process groups are built
+  again.
 - ``Advanced``, while fenced: the fence is answered, and orders whose conditions hold are carried out.
 
 The state machine is not thread-safe: the threads of a rank share it under one lock.
