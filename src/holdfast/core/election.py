@@ -98,7 +98,7 @@ class Asked(NamedTuple):
 
 
 class HardState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a voter that outlives its agent, on disk.
+    """The state of a voter that is kept on disk, for successors of its agent.
 
     The defaults are the state of an agent that has never voted.
     """

@@ -282,7 +282,9 @@ def _tensorflow(text: str) -> LaunchClaim:
 
 
 def _with_table(claim: LaunchClaim, hosts: Sequence[Sequence[int]]) -> LaunchClaim:
-    """Add the facts of the rank table to the claim of ``RANK_ID``: the size, and the ranks on this host."""
+    """Add the facts of the rank table to the claim of the launcher that sets ``RANK_ID``: the size, and the ranks on
+    this host.
+    """
     if not hosts:
         return claim
     facts = dict(claim.facts)

@@ -18,7 +18,7 @@ from holdfast.core.job.membership import Member
 
 
 class AllOf:
-    """The fast test whether a condition holds for all members.
+    """A fast test whether a condition holds for all members.
 
     One object may test several conditions, one after the other.
     """

@@ -43,7 +43,7 @@ class LastGaspSave:
         return tuple(r for r in decided.sources if r not in self._excluded)
 
     def begin(self, sources: tuple[int, ...], dead_locals: dict[str, bytes]) -> None:
-        """Begin an attempt: make the order that the ranks ``sources`` get, to write their shares.
+        """Begin an attempt: make the order to write a share, for the ranks ``sources``.
 
         ``dead_locals``: rank-local values (JSON) of the dead ranks, by rank (text).
         """

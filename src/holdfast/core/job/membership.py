@@ -235,7 +235,7 @@ class Roster:
         return self._homes
 
     def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
-        """Keep the layout that a rank has published. Return all layouts if all now have its version.
+        """Keep the layout that a rank has published. Return all layouts if all now have that version; else None.
 
         If the rank sends the same layout again, all layouts are also returned: the answer may have been lost with an
         agent.

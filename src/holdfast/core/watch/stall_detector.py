@@ -7,10 +7,10 @@ early. That is harmless, because the limit of the slow rank counts. Which rank i
 (``core/watch/hang_attribution.py``).
 
 Time limits (bounds) come from robust statistics: a factor times the median of the recent steps, at least a floor, and
-at least a multiple of the longest pause in the same phase after which a worker went on. Before there are samples, the
-limits are generous. Outside of steps they are also generous: the script announces sections by name, and their limits
-are learned by name. A script without a session shows only its collectives. A collective in progress has a limit learned
-from the time between collectives; other code of such a script has a generous limit.
+at least a multiple of the longest pause in the same phase after which a worker moved again. Before there are samples,
+the limits are generous. Outside of steps they are also generous: the script announces sections by name, and their
+limits are learned by name. A script without a session shows only its collectives. A collective in progress has a limit
+learned from the time between collectives; other code of such a script has a generous limit.
 
 A process that starts while the other ranks train (a newcomer, a spare) is judged alone. It is *late* when it has made
 no progress for many times as long as the start of other processes took, or when it is stopped.
@@ -94,7 +94,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         steps: seconds of the recent steps.
         apart: seconds between collectives, of a script without a session.
-        peaks: the longest pause in seconds after which a worker went on, by kind of code.
+        peaks: the longest pause in seconds after which a worker moved again, by kind of code.
     """
 
     steps: tuple[float, ...] = ()

@@ -80,7 +80,7 @@ def all_equal(count: int, total: int, squares: int) -> bool:
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a vote. Without a comment, a flag is set if any rank set it. Flags count only if ``passed``.
+    """The result of a vote. A flag without a comment is set if any rank set it. Flags count only if ``passed``.
 
     ``reason``: why the vote did not pass; empty if it passed.
     """
