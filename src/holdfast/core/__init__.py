@@ -9,5 +9,5 @@
 - ``watch``: faults other than deaths: hangs, slow ranks, copies of the state that differ.
 
 ``ids`` and ``config`` are used by all. ``launch_environment`` reads rank, world size and node of a process from the
-variables of its launcher. ``meeting`` decides when connected agents found a job.
+variables of its launcher. ``meeting`` decides when the connected agents are enough to begin a job.
 """

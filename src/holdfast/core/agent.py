@@ -1,20 +1,21 @@
 """The agent of one node: its workers, and its connections to controller, launcher and command line.
 
 Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, and forwards
-messages. It also keeps three kinds of messages, so that every other process can be replaced: the last message of each
-kind of each worker of the newest generation, the layouts of all ranks, and the messages that could not be delivered. A
-new controller gets all of them after the agent's hello, and then a heartbeat. When the controller is lost, the agent
-orders a new one. When the launcher is lost, the agent asks for a graceful exit, because no person watches the run then.
+messages. It also keeps three kinds of messages, so that every other process can be replaced: for each worker of the
+newest generation its last message of each kind, the layouts of all ranks, and the messages that could not be delivered.
+A new controller gets the agent's hello, then all of these messages, then a heartbeat. When the controller is lost, the
+agent commands the start of a new one. When the launcher is lost, the agent asks for a graceful exit, because no person
+watches the run then.
 
 The shell is the code that drives this state machine: it starts and signals processes.
 
 Invariants:
 1. A member is started at most once, and never after its kill or its exit.
-2. A worker's last message of each kind reaches every controller. Requests and faults are kept until a controller has
-   them.
-3. After EndRun the agent ends when its last worker has ended, never before.
+2. A worker's last message of each kind reaches every controller. Requests to end the run and reports of faults are kept
+   until a controller has received them.
+3. After ``EndRun`` (the order to end the run) the agent ends when its last worker has ended, never before.
 4. An agent fulfils each request to leave, with or without a controller: at once if the job has not begun on its node,
-   otherwise within the deadline of the request. It always carries out a stop.
+   otherwise within the deadline of the request. It always carries out a request to stop.
 """
 
 from __future__ import annotations
@@ -254,13 +255,15 @@ class Agent:
         return self._take()
 
     def check(self) -> None:
-        """Raise AssertionError if a spare is a worker, too many messages are kept, or a worker outlives the agent."""
+        """Raise AssertionError if a spare counts as a worker, a worker outlives its agent, or too many messages are
+        kept.
+        """
         assert not (self.ended and any(w.alive for w in self.workers.values())), "ended with a living worker"
         assert not any(is_spare(w) for w in self.workers), "a spare among the workers"
         assert len(self._pending) <= self.config.pending_max, "more is kept than allowed"
 
     def snapshot(self) -> dict[str, object]:
-        """Return name, living workers and connection of this node as plain data, for reports and the simulator."""
+        """Return node name, living workers and whether a controller is connected, as plain data for reports."""
         return {
             "node": str(self.node_id),
             "living": sorted(w.member_id for w in self.workers.values() if w.alive),
@@ -333,7 +336,7 @@ class Agent:
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
 
     def _leaving(self, now: float, event: DrainNode | Notice | NoticeOver | PrepareSeats) -> None:
-        """Handle a message about leaving nodes. Forward a notice to this controller and to each later one."""
+        """Handle a message about leaving nodes. Send each notice to the present controller and to each later one."""
         if isinstance(event, PrepareSeats):
             self.spares.prepare(event)
             return
@@ -349,7 +352,7 @@ class Agent:
             self._tell(event)
 
     def _ask_exit(self, now: float, request: ExitRun) -> None:
-        """Forward an exit request to this controller and to each later one: a controller may die before it reads it."""
+        """Forward an exit request to this and each later controller: one may die before it has read the request."""
         if self.ending is not None:
             return
         self._request, self._due_s = request, now + request.grace_s
@@ -361,7 +364,7 @@ class Agent:
             self._keep_deadline(now)
 
     def _ask_stop(self, request: StopRun) -> None:
-        """Forward a stop request. Without a controller, stop at once."""
+        """Forward a stop request. Without a controller, end the run on this node at once."""
         self._stop = request
         if self.connected and self.ending is None:
             self._tell(request)
@@ -416,7 +419,7 @@ class Agent:
     # ---------------------------------------------------------------- workers
 
     def _pass_on(self, event: Message) -> None:
-        """Forward a message: from a worker to the controller, from the controller to the worker that it names."""
+        """Forward a message between a worker and the controller. Its ``member_id`` names the worker."""
         member_id = getattr(event, "member_id", None)
         if member_id is None:
             return
@@ -504,7 +507,7 @@ class Agent:
             self._kill_now(worker, f"a spare that did not answer within {self.config.called_s:g} s", 0.0)
 
     def _build_spares(self) -> None:
-        """Build the missing spares, because workers of this node train."""
+        """Build the missing spares if a worker of this node has committed a step."""
         here = [w for w in self.workers.values() if w.alive and StepReached.__name__ in w.words]
         if self.config.spares and self.ending is None and here:
             newest = max(w.generation for w in here)

@@ -1,19 +1,20 @@
 """The controller of a job: it routes each event to the part that handles it.
 
 Theory. All decisions about the job are made in one place, by pure code: ``handle(now, event)`` changes state and
-returns commands. The driver (the process around it) first journals the log records among the commands, then executes
-the rest. The parts are in ``core/job`` and ``core/watch``: ``recovery`` (faults), ``ending`` (exits and the end of the
-run), ``liveness`` (silent nodes), ``fleet`` (nodes and processes), ``hangs`` (stalls). A controller of a later term
-derives the state of the job from the agents' reports and the log (``log_replay.py``).
+returns commands. The driver (the code that runs this state machine) first writes the log records among the commands to
+the event log, then executes the other commands. The parts are in ``core/job`` and ``core/watch``: ``recovery``
+(faults), ``ending`` (exits and the end of the run), ``liveness`` (silent nodes), ``fleet`` (nodes and processes),
+``hangs`` (stalls). A controller of a later term derives the state of the job from the agents' reports and the log
+(``log_replay.py``).
 
-``now`` is in seconds of CLOCK_MONOTONIC of this host, so it can be compared with ``died_ns`` and ``freed_ns`` in
-messages.
+``now`` is in seconds of CLOCK_MONOTONIC of this host, so it can be compared with the times ``died_ns`` and ``freed_ns``
+in messages.
 
 Invariants:
-1. A worker's message counts only if its sender is a member of the job. A message of a kind in ``PROTOCOL`` counts only
-   if it is of the newest generation.
+1. A worker's message counts only if its sender is a member of the job. A message of a kind in ``PROTOCOL`` (reports
+   about faults, recoveries and stops) counts only if it is of the newest generation.
 2. If a new controller finds every member alive in the newest issued generation, it leaves all of them undisturbed.
-3. Every event is handled in bounded time: each process that is waited for has a timer that removes it.
+3. No wait is endless: a process that the controller waits for is removed from the job when a timer ends.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Controller:
     Args:
         config: the settings.
         past: the state of earlier controllers, read from the event log.
-        uncovered: returns why the given ranks cannot save the whole state; empty: they can.
+        uncovered: function that returns why the given ranks cannot save the whole state; empty: they can.
     """
 
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:

@@ -12,10 +12,10 @@ of the job. So a voter refuses a candidate whose log ends before the log of the 
 
 A host that was installed again has also lost its votes. Such a voter knows no electorate, and reports that with its
 vote: the vote is *blank*, and does not count. Two majorities share a voter, and this voter has to remember its votes.
-Only the founder asks for votes in the first term, so in that term every vote counts. A new leader sends the electorate
-to all agents. An agent that receives it cannot vote again in the leader's term: the leader already has the votes of a
-majority. The price: if no majority remembers its votes, no leader is elected, and the agents that are left save and end
-(docs/design/0038-simulated-hosts.md).
+In the first term only the founder (the agent on which the job began) asks for votes, so there a blank vote counts too.
+A new leader sends the electorate to all agents. An agent that receives it cannot vote again in the leader's term: the
+leader already has the votes of a majority. The price: no leader is elected if no majority remembers its votes. The
+remaining agents then save a checkpoint and end (docs/design/0038-simulated-hosts.md).
 
 The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
 stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
@@ -28,7 +28,7 @@ created only once) the voter that first creates the name of the next change cont
 name taken and gives up. If the other voter is connected but has forgotten its votes, the witness is asked at once.
 
 Invariants:
-1. The state behind an answer or act is on disk before the answer or act: ``PersistHardState`` precedes the ``Send``.
+1. The state on which an answer or act depends is on disk first: ``PersistHardState`` precedes the ``Send``.
 2. Within a term, ``voted_for`` of a voter changes only from empty to the name of a candidate.
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
@@ -81,16 +81,16 @@ Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
 class Votes(NamedTuple):
-    """The voters that have granted their vote to this agent in ``term``. Term 0: it has not asked for votes."""
+    """The voters that have granted their vote to this agent in ``term``. Term 0: no votes were requested."""
 
     term: int = 0
     voters: frozenset[NodeId] = frozenset()
 
 
 class Asked(NamedTuple):
-    """The number of the last change of the electorate that this agent has claimed at the witness.
+    """The number of the last change of the electorate that this agent has proposed to the witness.
 
-    ``is_last``: there is no time to claim again.
+    ``is_last``: no time is left for another proposal.
     """
 
     number: int = 0
@@ -98,7 +98,7 @@ class Asked(NamedTuple):
 
 
 class HardState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a voter that outlives its agent, on disk.
+    """The state of a voter that is kept on disk, for successors of its agent.
 
     The defaults are the state of an agent that has never voted.
     """
@@ -144,7 +144,7 @@ class Election:
         self._out: list[Command] = []
 
     def start(self, now: float) -> list[Command]:
-        """Search for a leader if this agent was restarted. An agent of a new job waits for ``Founded`` or ``Lead``."""
+        """Search for a leader if this agent was restarted. In a new job, wait for the first voters or a leader."""
         if self.kept.electorate is not None:
             self._search(was_leader=False)
         return self._take()
@@ -193,7 +193,7 @@ class Election:
                 return
 
     def check(self) -> None:
-        """Raise AssertionError if a candidate or leader lacks its own vote or its seat, or a leader's terms differ."""
+        """Raise AssertionError if a candidate or leader lacks its own vote or is no voter, or leads in a wrong term."""
         electorate = self.kept.electorate
         if self.role in ("candidate", "leader"):
             assert self.kept.voted_for == self.me, f"{self.role} without its own vote"
@@ -357,7 +357,7 @@ class Election:
             self._claim(electorate.number + 1, (self.me,))  # the only other voter has no vote to wait for
 
     def _meet_term(self, term: int, leader: str = "") -> None:
-        """Take over a newer term. A leader of an older term stops its controller and campaigns again.
+        """Adopt a newer term. If this agent led an older term, stop its controller and campaign again.
 
         Args:
             term: the term that another agent has named.

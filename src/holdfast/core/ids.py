@@ -1,8 +1,8 @@
 """Identifiers of processes, generations and saves.
 
 Theory. Three kinds of number must never be mixed. A *member id* names one life of a process and is never reused. A
-*rank* is a position inside one generation. A *generation* is one membership of the job. A member id and a generation
-have types of their own, and only ``core/job/membership.py`` relates member ids and ranks.
+*rank* is the number of a process inside one generation. A *generation* is one membership of the job. A member id and a
+generation have types of their own, and only ``core/job/membership.py`` relates member ids and ranks.
 
 Invariants:
 1. Generations are totally ordered by (term, n). A receiver refuses a message of a generation lower than its own.
@@ -73,7 +73,7 @@ MEMORY = "memory@"
 
 
 def memory_name(step: int) -> str:
-    """Return the name that a start order carries, in place of a directory, for the states of ``step`` in memory."""
+    """Return the name that a start order has, in place of a directory, to load the states of ``step`` in memory."""
     return f"{MEMORY}{step}"
 
 

@@ -2,9 +2,9 @@
 
 Theory. Each launcher is a row of ``LAUNCHERS``: the names of its variables. A row whose variables are set is a *claim*
 about the place of the process. All claims of one process must agree: a process that followed a wrong claim would train
-another job than the user has started. Two kinds of claims may differ from the others: the claim of a process
-manager (mpirun, srun) that started one launcher per node, and the claim of a manager that started a single task. A
-process without a claim is alone.
+another job than the user has started. Two kinds of claims may differ from the others: the claim of a process manager
+(mpirun, srun) that started one launcher per node, and the claim of a manager that started a single task. A process
+without a claim is the only one of its job.
 
 Slurm sets its variables also for batch scripts and interactive shells. Only a job step of several tasks is a claim.
 """
@@ -36,7 +36,7 @@ class ProcessPlace(NamedTuple):
         local_rank, local_world_size: rank on this node, and number of ranks on this node; 0: not known.
         node: number of this node; -1: not known.
         master: address of the node of rank 0; empty: not known.
-        said: the variables that were used, with their values, for messages.
+        said: the variables that were used, with their values, as text for users.
     """
 
     rank: int = 0
@@ -64,7 +64,7 @@ class Fact(NamedTuple):
 
 
 class LauncherVariables(NamedTuple):
-    """Names of the variables of one launcher; empty: it has no such variable.
+    """Names of the variables of one launcher; empty: the launcher has no such variable.
 
     ``manager``: the launcher starts processes that may be launchers themselves (mpirun, srun).
     """
@@ -148,7 +148,7 @@ def seat_of(
         hosts: for each host, the ranks that the rank table of the environment lists; empty: no table was read.
 
     Raises:
-        UsageError: a value is no number, a rank has no size or the reverse, a rank is outside of the size, or two
+        UsageError: a value is no number, a rank has no size or the reverse, a rank is not below the size, or two
             launchers contradict each other. The message names the variables and their values.
 
     Example:
@@ -221,7 +221,7 @@ def _fact(env: Mapping[str, str], name: str) -> Fact:
 def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fact]:
     """Return the values that one launcher has set, by the name of the field of :class:`LauncherVariables`.
 
-    Without rank or size the result is empty: many programs set local numbers for themselves.
+    Without rank or size the result is empty: many programs set a local rank for their own use.
     """
     names = {k: name for k, name in launcher._asdict().items() if k not in ("name", "manager") and name}
     if not any(env.get(names[key]) for key in ("rank", "size")):
@@ -230,9 +230,9 @@ def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fac
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchClaim:
-    """Return the values that Slurm has set for this process. The claim is empty if the process belongs to no job step.
+    """Return the claim of Slurm about this process. The claim is empty if the process belongs to no usual job step.
 
-    A batch script is a task 0 without a step. An interactive shell is a task in a special step.
+    A batch script has task number 0 and no job step. An interactive shell is a task in a special job step.
     """
     if not env.get(SLURM.rank):
         return LaunchClaim(SLURM)
@@ -282,7 +282,9 @@ def _tensorflow(text: str) -> LaunchClaim:
 
 
 def _with_table(claim: LaunchClaim, hosts: Sequence[Sequence[int]]) -> LaunchClaim:
-    """Add the facts of the rank table to the claim of ``RANK_ID``: the size, and the ranks on this host."""
+    """Add the facts of the rank table to the claim of the launcher that sets ``RANK_ID``: the size, and the ranks on
+    this host.
+    """
     if not hosts:
         return claim
     facts = dict(claim.facts)

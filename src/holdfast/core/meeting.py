@@ -2,9 +2,10 @@
 
 Theory. An agent *belongs* to a job if it knows the electorate of the job. An agent is *near* a job while it is
 connected to an agent that belongs to the job: the leader of the job will let it join. An agent founds no job in two
-cases: while it is near a job, and while a connected agent is. Each agent sends the names of the job that it belongs to
-and of the job that it is near. It does not pass on a job that only other agents are near. So the name of a job is
-forgotten everywhere once no agent belongs to the job. The hosts of a job that has ended can then found the next one.
+cases: while it is near a job itself, and while a connected agent is near one. Each agent sends the names of the job
+that it belongs to and of the job that it is near. It does not pass on a job that only other agents are near. So the
+name of a job is forgotten everywhere once no agent belongs to the job. The hosts of a job that has ended can then found
+the next one.
 
 Invariants:
 1. The name of a job comes from an agent that belongs to the job and is connected.
@@ -30,8 +31,8 @@ class Meeting:
 
     Args:
         job: name of the job that this agent belongs to; empty: no job.
-        nodes_min: number of agents that found a job.
-        nodes_max: number of agents in the whole job, with spare nodes.
+        nodes_min: number of connected agents that is enough to begin a job.
+        nodes_max: number of agents in the whole job, spare nodes included.
         gather_s: seconds to wait before a job is founded: for spare nodes, or because a job was near.
     """
 

@@ -1,13 +1,13 @@
 """The decision rule: the step at which the job continues, given the state and step of each rank of the old generation.
 
-Theory. An update is applied only after every rank has voted for it. So if any rank shows UPDATING(s) or later, every
-rank has complete gradients for s, and the ranks in doubt can make the update. If no rank shows that, no rank has
-changed a parameter, and all can discard s. The one step that all survivors can reach is therefore the maximum over the
-steps that the reports prove.
+Theory. An update is applied only after every rank has voted for it. So if any rank has begun the update of step s,
+every rank has complete gradients for s, and the ranks in doubt can make the update. If no rank has begun it, no rank
+has changed a parameter, and all can discard step s. Therefore all survivors can reach one step: the newest one that a
+report proves to be done or decided.
 
 Invariants:
-1. The decided step is never below a step that a report proves to be committed. It is never above the step after the
-   newest update that some rank has begun.
+1. The decided step is never below a step that a report proves to be committed. If the update of step s is the newest
+   one that some rank has begun, the decided step is at most s + 1.
 2. Only living ranks that are at the decided step, or can be brought to it, are sources.
 """
 

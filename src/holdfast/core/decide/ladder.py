@@ -3,12 +3,13 @@
 Theory. A rung knows nothing of the other rungs. ``consider`` is a pure function that returns a verdict, or one line
 with the reason for a refusal. The ladder is an order of rungs. For some causes of a fault it also has the first rung to
 try. The first rung that returns a verdict is taken. The refusals of the rungs before it are logged with the verdict.
-Every ladder includes the last resorts, for any configuration: a job is never left without an answer.
+Every ladder includes the last resorts (restarts of all ranks), for any configuration, so each fault has an answer.
 
 Invariants:
 1. Rungs are tried in order, each at most once. The refusals before the chosen rung are reported.
-2. Several faults at once may have several first rungs. The ladder then starts at the last of these rungs in its order.
-3. Every ladder has all last resorts: those that were not named are at its end, in their order.
+2. Faults with different causes may occur at once, each cause with its first rung. Of these rungs, the one that is last
+   in the ladder is tried first.
+3. Every ladder has all last resorts. Last resorts that the configuration does not name are at the end of the ladder.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def not_in_place(self) -> tuple[str, ...]:
-        """One line of evidence: why the living ranks cannot continue in place; empty if they can."""
+        """One line of evidence: why lost ranks cannot be replaced beside the living ranks; empty if they can."""
         reason = self.situation.unreplaceable
         return (f"not in place: {reason}",) if reason else ()
 
@@ -124,7 +125,7 @@ def _again(steps: int) -> str:
 
 
 class BeginFresh(Rung, frozen=True):
-    """The rung that starts the training from nothing: without a session, or before the first committed step."""
+    """The rung that starts the training from nothing, before the first committed step or without a session."""
 
     name = "begin"
     does = "all workers start from nothing: the script has no session, or no step was committed yet"
@@ -150,7 +151,7 @@ class ReplaceWorker(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return a verdict if every box has a living holder and no lost rank has lost its node."""
+        """Return a verdict if every box has a living holder and the nodes of all lost ranks are still in the job."""
         if case.situation.lost_nodes:
             return f"{', '.join(case.situation.lost_nodes)} is gone"
         return _replaced(case)
@@ -187,7 +188,7 @@ def _replaced(case: Case) -> LadderVerdict | str:
 
 
 class ReplaceFromMemory(Rung, frozen=True):
-    """The rung that replaces lost ranks from states in memory, for boxes whose only holder is lost."""
+    """The rung that replaces lost ranks from states in the memory tier, for boxes whose only holder is lost."""
 
     name = "memory"
     does = (
@@ -325,7 +326,7 @@ class Disk(Rung, frozen=True):
 
 
 class RecomputeFromStart(Rung, frozen=True):
-    """The rung that computes the training again from the start: the state is lost or not trusted, and not saved."""
+    """The rung that computes all of the training again: the state is lost or not trusted, and nothing is saved."""
 
     name = "recompute"
     does = "all workers compute again from the start: no state is left, or its copies differ, and nothing was saved"
@@ -387,8 +388,9 @@ class Ladder(msgspec.Struct, frozen=True):
     def parse(spec: str) -> Ladder:
         """Return the ladder for a value of ``--on-fault``.
 
-        The value is a comma-separated list. Its items are names of rungs in the order of trial, words of ``SPELLINGS``,
-        or ``cause:rung`` (the rung at which the ladder starts for that cause).
+        The value is a comma-separated list. Its items are names of rungs in the order of trial, words that other
+        programs use (``auto``, ``process``, ``pod``, ``job``), or ``cause:rung`` (the rung at which the ladder starts
+        for that cause).
 
         Raises:
             UsageError: an item names no rung, or no cause.
@@ -427,7 +429,7 @@ class Ladder(msgspec.Struct, frozen=True):
 
 
 def _completed(named: Sequence[str]) -> tuple[str, ...]:
-    """Return the rungs with those that every ladder has: ``grow``, ``begin`` and the last resorts."""
+    """Return the rungs ``named``, with ``grow`` (more ranks), ``begin`` (from nothing) and the last resorts."""
     rest = [name for name in named if name not in ("grow", "begin")]
     place = rest.index("retry") + 1 if "retry" in rest else 0
     return tuple(dict.fromkeys(("grow", *rest[:place], "begin", *rest[place:], *LAST_RESORTS)))
@@ -438,7 +440,7 @@ def _words() -> str:
 
 
 def judge(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> LadderVerdict:
-    """Choose the rung that answers the fault. ``now`` is in seconds on the clock of ``Answered.at_s``.
+    """Choose the rung that answers the fault. ``now`` is in seconds, on the clock of the times in ``history``.
 
     Returns:
         The verdict, with the refusals of the rungs before the chosen one.

@@ -52,7 +52,7 @@ RecoveryEvent = Literal[
 
 
 class RecoveryMoves(NamedTuple):
-    """The transitions of a recovery by one event.
+    """The transitions of a recovery that one event causes.
 
     From each phase in ``sources``, ``event`` leads to the phase ``target``.
     """
@@ -105,11 +105,12 @@ class PhaseRules(NamedTuple):
         order: the message that a living member receives, also when the member connects again; empty: none.
         to_replacement: the message for a replacement that has not joined; None: the message of ``order``.
         until: the condition that ends the phase. ``answered``: all living members have answered the fence. ``there``:
-            all are at the step. ``joined``: all seats are held by members that are at the step. ``gone``: no process is
-            left. ``started``: all processes of a script without a session have started. ``reached``: all members have
-            committed a step. Empty: only an event ends the phase.
+            all living members are at the decided step. ``joined``: every seat has a full member, which is at that step.
+            ``gone``: no process is left. ``started``: all processes of a script without a session have started.
+            ``reached``: all members have committed a step. Empty: only an event ends the phase.
         waits: names of the time limits (``core/job/wait_bounds.py``) that run in this phase.
-        then: the next action of the sources once they are at the step (``Settle.then``); empty: there are no sources.
+        then: the next action of the sources once they are at the decided step (``Settle.then``); empty: there are no
+            sources.
         compares: the sources first send digests. The state is not saved or given before the digests are equal.
         in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and a stopped
             process (state T) is killed.

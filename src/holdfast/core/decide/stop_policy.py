@@ -1,8 +1,8 @@
 """The facts and the history of faults, and the rules that end a run although the ladder has an answer to its fault.
 
-Theory. A decision is a pure function of the situation after all ranks have settled, the history of this run and the
-budget. The rules of this module come first, then the rungs (possible answers) of ``core/decide/ladder.py``. The
-decision keeps no memory, and names its evidence, so that a report can be checked by hand.
+Theory. The verdict (the answer to a fault) is a pure function of the situation after all ranks have settled, the
+history of this run and the budget of restarts. The rules of this module come first, then the rungs (possible answers)
+of ``core/decide/ladder.py``. A verdict names its evidence, so that a user can check the report of it by hand.
 
 Invariants:
 1. A stop verdict comes only from evidence in the situation or the history, never from a guess.
@@ -88,7 +88,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mark(self) -> tuple[str, int, int]:
-        """The part of the failure that the history of faults keeps: digest, step and occurrence."""
+        """The part of the failure that the history of faults keeps: its digest, its step and the packed generation."""
         return self.digest, self.step, self.occurrence
 
 

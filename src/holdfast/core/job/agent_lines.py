@@ -1,13 +1,13 @@
-"""The connections of the agents to one controller, and the one connection of each node that counts.
+"""The connections of the agents to one controller. Of each node, only the newest connection counts.
 
 Theory. A connection that broke may deliver its last messages after the agent has connected again: the kernel
-retransmits for seconds. The messages that the agent repeated after its newest hello are newer than those. So only the
-newest connection of a node counts. A message on an older connection must not replace a newer report. An older
-connection must not be used to send to the node.
+retransmits for seconds. The messages that the agent repeated after its newest hello are newer than these late messages.
+So only the newest connection of a node counts. A message on an older connection must not replace a newer report. An
+older connection must not be used to send to the node.
 
 Invariants:
-1. At most one connection of each node counts: the last one that was opened, of those with a hello.
-2. A connection that was superseded never counts again.
+1. At most one connection of each node counts: the one that was opened last and has brought a hello.
+2. A connection that was replaced by a newer one never counts again.
 """
 
 from __future__ import annotations
@@ -82,5 +82,5 @@ class AgentLines(Generic[Line]):
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
-        """The nodes that are connected with a hello."""
+        """The nodes whose agent is connected and has sent a hello."""
         return tuple(self._newest)

@@ -42,7 +42,7 @@ class AwaitedAnswer(Protocol):
 
 
 class Awaited:
-    """The part of :class:`~holdfast.core.job.recovery.Recovery` that knows which members it waits for.
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that knows which members the current phase waits for.
 
     It shares the facts of the run (``job``) with the recovery.
     """

@@ -1,7 +1,7 @@
 """A fast test whether a condition holds for all members, run after each event of a job of thousands of ranks.
 
 Theory. Answers arrive in about the order in which orders were sent. A test that starts at the first rank each time
-costs the square of the number of ranks. This test starts at the member that was missing the last time.
+costs the square of the number of ranks. This test starts at the member for which the condition did not hold last time.
 
 Invariants:
 1. The answer is always equal to that of Python's ``all``.
@@ -18,7 +18,7 @@ from holdfast.core.job.membership import Member
 
 
 class AllOf:
-    """The fast test whether a condition holds for all members.
+    """A fast test whether a condition holds for all members.
 
     One object may test several conditions, one after the other.
     """
@@ -44,7 +44,7 @@ class SessionOpenings:
         self._open = AllOf()
 
     def begin(self, *, complete: bool = False) -> None:
-        """Begin a start of all members. ``complete``: an earlier controller has already seen all sessions open."""
+        """Forget the last start: all members start again. ``complete``: an earlier controller saw all sessions open."""
         self.complete = complete
 
     def check(self, members: Sequence[Member], world_size: int) -> bool:

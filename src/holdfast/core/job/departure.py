@@ -1,27 +1,27 @@
 """Nodes that will leave while other nodes of the job stay: by a notice, or because their launcher must end or has died.
 
 Theory. ``core/job/leaving.py`` decides what is done about a node, each time the facts may have changed. A move of ranks
-has three parts. First, new processes for the ranks are built on other nodes while the old ones train. Second, all ranks
-agree by a vote to stop at the end of a step. Third, the old processes are killed at that stop, and the usual recovery
-puts the new processes into their seats. Every rank is at one committed step, so no step is repeated. When the job has
-resumed, the node is given up without waiting for its silence.
+has three parts. First, new processes for the ranks are built on other nodes while the old processes train. Second, all
+ranks agree by a vote to stop at the end of a step. Third, the old processes are killed at that stop, and the usual
+recovery puts the new processes into their seats. All ranks are then at the same committed step, so no step is repeated.
+When the job has resumed, the node is given up without waiting for its silence.
 
 The order to stop cannot be taken back, because a vote may have carried it already. So the report of the stop is always
 answered: a move fences the ranks, or they are ordered to continue. The order to continue names the step before which
 they wait, so it cannot end a later stop.
 
 A scheduler that ends a job of several nodes signals all launchers at nearly the same time. A scheduler that takes away
-one node signals one launcher. Only the other launchers show which of the two cases it is. So the first request waits
-``depart_s`` for further requests, while training continues.
+one node signals one launcher. Only the other launchers show which of the two cases it is. So the first request waits up
+to ``depart_s`` seconds for further requests, while training continues.
 
 Invariants:
-1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless it is withdrawn.
+1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless the notice is withdrawn.
 2. A node departs only while the other nodes are a majority, have room for the job and hold its state.
 3. Nodes depart one after the other: each loses its vote before the next one departs.
 4. Without a majority of the voters no node departs, and no notice becomes the exit of the whole job.
-5. While a notice only waits, ranks are placed as if it did not exist.
+5. Until a notice leads to an act, ranks are placed as if the notice did not exist.
 6. A node that is left out because it failed too often loses its ranks by a move, and stays in the job.
-7. The event that reports a stop of all ranks also ends it, even if another controller has ordered the stop.
+7. The event that reports a stop of all ranks also ends the stop, even if another controller has ordered it.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Departures:
         self.look(now)
 
     def cancel(self) -> None:
-        """Withdraw the requests that came from launchers."""
+        """Drop all requests from launchers that have to end, and cancel the move in progress."""
         for (node_id, source), standing in list(self._standing.items()):
             if standing.at_once:
                 del self._standing[node_id, source]
@@ -218,7 +218,7 @@ class Departures:
         self._save_s = max(self._save_s, duration_s)
 
     def tick(self, now: float, name: str) -> bool:
-        """Handle the timer ``TIMER``. Return False if ``name`` is another timer."""
+        """Handle the timer of this class. Return False if ``name`` is another timer."""
         if name == TIMER:
             self.look(now)
         return name == TIMER
@@ -387,7 +387,7 @@ class Departures:
     def _prepare(self, now: float, move: Move) -> None:
         """Order other nodes to build the processes that will take the ranks of the leaving node.
 
-        The orders are repeated only if the places of the ranks change.
+        The orders are sent again only if the chosen nodes or slots of the ranks have changed.
         """
         job = self.job
         members = job.roster.on_node(move.node_id)

@@ -1,4 +1,5 @@
-"""Failed devices: errors of devices as distinct from errors of the script, and the slots that are left out.
+"""Failed devices: errors of devices as distinct from errors of the script, and the slots (node and local rank) that are
+left out.
 
 Theory. The most common fault of a large job is one broken device on a living host: each process that uses it raises the
 same error. Type and text of an error show one of three causes: the script, certainly the device (ECC, a lost GPU), or
@@ -104,7 +105,7 @@ class FailedDevices:
         return True
 
     def is_of_script(self, failure: DeviceFailure) -> bool:
-        """Return True if the script caused an uncertain failure: the same failure occurred on another slot at that
+        """Return True if the script caused an uncertain failure: the same failure occurred on another slot at the same
         step.
         """
         return not failure.certain and any(

@@ -2,8 +2,9 @@
 
 Theory. A host can be broken in ways that no single device shows: bad memory, a power supply, a driver, a cable. Its
 processes die again and again, and each time a replacement starts on the same host, because the host has free slots. So
-faults of the host are counted by node. A node with too many of them within a window is *failing*. A failing node is
-*left out*: no rank is placed on it, and its ranks move to other nodes. Its agent stays in the job and keeps its vote.
+faults of the host are counted by node. A node with too many of them within a window is *failing*. A failing node that
+the job does not need is *left out*: no rank is placed on it, and its ranks move to other nodes. Its agent stays in the
+job and keeps its vote.
 
 Invariants:
 1. A fault of the script counts against no node: an exception, an exit code, a hang in the script's own code, or the
@@ -91,8 +92,8 @@ def leave_out(
 
     Args:
         up: all nodes that are in contact with the controller, with the number of their usable slots.
-        failing: failing nodes, the worst one first. Each is removed if the other nodes still have room for as many
-            ranks.
+        failing: failing nodes, the worst one first. Each is removed if the remaining nodes have room for as many ranks
+            as all nodes of ``up``.
         room: returns the number of ranks that a job on the given nodes has.
     """
     left = list(up)
@@ -107,7 +108,7 @@ def leave_out(
 
 
 class FailedNodes:
-    """The counted faults of all nodes of a run, and the announced answers to failing nodes.
+    """The counted faults of all nodes of a run, and the announced answer for each failing node: left out or kept.
 
     The work for one fault does not grow with the faults of other nodes, because a large job may lose many at once.
 

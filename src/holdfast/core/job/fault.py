@@ -1,9 +1,9 @@
 """One fault of the job, with the time at which its recovery reached each phase.
 
-Theory. All six times count from the moment of the fault, as well as it is known, so they grow from phase to phase. When
-a second fault interrupts the recovery, a fault keeps its own times of the first four phases (detected, fenced,
-quiesced, planned). Its last two times (restored, resumed) are set again, because they show the user when the job was
-whole.
+Theory. All six times (one for each phase) count from the moment of the fault, or from the best estimate of that moment.
+So they grow from phase to phase. When a second fault interrupts the recovery, a fault keeps its own times of the first
+four phases (detected, fenced, quiesced, planned). Its last two times (restored, resumed) are set again, because they
+show the user when the job was whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LEFT_FOR_RESTART = "left for a restart"
 
 
 def reach(times: dict[P, float], phase: P, at_s: float) -> None:
-    """Record the time at which a recovery reached ``phase``: the first time, or the last time for ``UNTIL_WHOLE``."""
+    """Record the time at which a recovery reached ``phase``. Only the times of restored and resumed change later."""
     if phase in UNTIL_WHOLE:
         times[phase] = at_s
     else:
@@ -177,7 +177,7 @@ class Faults:
             fault.passes(phase, now)
 
     def exited(self, member: Member) -> None:
-        """Fill in the phase of a member's faults from its status page, which is read after its end."""
+        """Fill in the phase of a member's faults from the last status page of the member, whose process has ended."""
         for fault in self._of.get(member.member_id, ()):
             if member.exited is not None:
                 fault.phase = fault.phase or member.exited.detail

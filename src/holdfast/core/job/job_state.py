@@ -132,7 +132,7 @@ class Job:
         """Newest step that this roster, or a save of its recovery, has sealed; -1: none.
 
         A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since then,
-        and may be in the middle of its step again.
+        and may be running the step of that checkpoint again.
         """
         generation, step = self._sealed_last
         return min(step, self.sealed_step) if generation >= self.roster.generation else -1
@@ -173,7 +173,7 @@ class Job:
     def restored(self, step: int) -> None:
         """Set the step of the job to the step that all ranks of a new start have restored.
 
-        The ranks have compared their copies of the restored state before, so a difference found earlier is cleared.
+        The ranks have compared their copies of this state. So an earlier report of differing copies no longer counts.
         """
         self.unequal = ""
         self.base_step = self.step = step
@@ -330,14 +330,14 @@ class Job:
 
     @property
     def is_assembled(self) -> bool:
-        """True if every node of the start of the job has connected to this controller."""
+        """True if as many nodes as the job starts with, all voters among them, have connected to this controller."""
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
 
     @property
     def settle_s(self) -> float:
         """Time limit in seconds for the answers to a fence.
 
-        A rank in its update answers only after it, and an update takes less than a step.
+        A rank that makes an update answers only after the update, which takes less than a step.
         """
         step_s = max((s for node, s in self.step_s.items() if node in self.roster.nodes), default=0.0)
         return max(self.config.quiesce_s, STEPS_TO_SETTLE * step_s)
@@ -358,15 +358,15 @@ class Job:
 
     @property
     def fits(self) -> bool:
-        """True if the nodes that are heard have room for all ranks to start."""
+        """True if the nodes that are heard have room for as many ranks as are to start now."""
         return sum(slots for _, slots in self._up()) >= self.room()
 
     def room(self) -> int:
         """Return the number of ranks to start now: all, or fewer if the living nodes cannot hold all and fewer are
         allowed.
 
-        The number of nodes used divides the full number of nodes. Each rank then computes a step in a whole number of
-        parts, and the batches of a step and their number do not change.
+        The number of nodes used divides the full number of nodes. Each rank then does the work of a whole number of the
+        former ranks, so a step still has the same batches.
         """
         return self._room_on(self._up())
 

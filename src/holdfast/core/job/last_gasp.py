@@ -43,7 +43,7 @@ class LastGaspSave:
         return tuple(r for r in decided.sources if r not in self._excluded)
 
     def begin(self, sources: tuple[int, ...], dead_locals: dict[str, bytes]) -> None:
-        """Begin an attempt: set the order to the ranks ``sources`` to write their shares.
+        """Begin an attempt: make the order to write a share, for the ranks ``sources``.
 
         ``dead_locals``: rank-local values (JSON) of the dead ranks, by rank (text).
         """
@@ -65,7 +65,7 @@ class LastGaspSave:
         )
 
     def plan(self) -> None:
-        """Put the newest layouts of all ranks into the order.
+        """Put the newest layouts of all ranks into the order of this attempt.
 
         Every source has published its layout by now, so all sources plan with the same layouts.
         """

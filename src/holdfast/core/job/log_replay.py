@@ -1,14 +1,14 @@
 """The state that a new controller needs from earlier controllers, read from the records of the event log.
 
-Theory. A new controller learns the present from the agents' reports. The facts that no agent knows are in the log,
-which is written before each command is sent: the newest generation and member id ever issued, the seated members, the
-number of faults, the decided step.
+Theory. A new controller learns the present from the agents' reports. It reads the facts that no agent knows from the
+log: the newest generation and member id ever issued, the seated members, the number of faults, the decided step. Each
+record is in the log before the commands that depend on it are sent.
 
-With several nodes each line of a controller has a *place*: the pair (term, number). A deposed controller may have
-written lines that no other node has. The first line of a controller names the last line that its node had at that time
-(``AFTER``). A line of an earlier term after that last line is void: another controller has decided without it, and the
-commands of the line may never have been carried out. The lines of a controller that was alone have no place. They are
-void for every leader.
+With several nodes each line that a controller writes has a *place*: the pair (term, number). A deposed controller may
+have written lines that no other node has. The first line of a controller names, in its field ``after``, the last line
+that was in the log of its node before. A line of an earlier term after that last line is void: another controller has
+decided without it, and the commands of the line may never have been carried out. The lines of a controller that was
+alone have no place. They are void for every leader.
 
 Invariants:
 1. ``ReplayedState.read`` of no records is the past of a new run.
@@ -62,9 +62,9 @@ def in_force(
     """Return the lines of a log that are not void, in their order.
 
     Args:
-        lines: place, data and line of each record, in the order of the log.
-        without_place: lines without a place count. This holds on one node, where no line has a place, and for a
-            controller that is alone, because it continues the decisions of an earlier controller of its node.
+        lines: for each record its place, its parsed data and the line itself, in the order of the log.
+        without_place: whether lines without a place are in force. They are on one node, where no line has a place, and
+            for a controller that is alone, because it continues the decisions of an earlier controller of its node.
     """
     kept: list[tuple[LinePlace, Line]] = []
     newest = 0
@@ -151,7 +151,7 @@ class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
         """Return this whole state as one record, from which a later reader can start.
 
         Args:
-            now: seconds on the clock of ``Answered.at_s``.
+            now: the present time in seconds, on the clock of the times in this state.
         """
         return LogRecord(kind=SNAPSHOT, data={"past": msgspec.json.encode(self).decode(), "at_s": now})
 
@@ -225,7 +225,7 @@ def _verdict(past: ReplayedState, data: Data) -> Changes:
 
 
 def _decided(past: ReplayedState, data: Data) -> Changes:
-    """Return the changes of the state by a decision, even if the decision has not been carried out yet."""
+    """Return how the record of a decision changes the state, even if the decision has not been carried out yet."""
     if data["action"] in STOP_CODE:
         action, reason = cast(Action, data["action"]), str(data["reason"])
         evidence = tuple(_list(data, "evidence"))

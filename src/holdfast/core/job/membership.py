@@ -94,14 +94,17 @@ class Member(msgspec.Struct, kw_only=True):
     def condemn(
         self, reason: str, *, excused: bool = False, hung_at_s: float = 0.0, hung_in: str = ""
     ) -> None:
-        """Record that the death of the member is ordered or assumed. The arguments are those of ``Job.kill``."""
+        """Record why the death of the member is ordered or assumed.
+
+        ``excused``: another member caused the fault. ``hung_at_s``, ``hung_in``: since when and where it hangs.
+        """
         self.kill_reason = self.kill_reason or reason
         self.is_excused = self.is_excused or excused
         self.hung_at_s, self.hung_in = hung_at_s or self.hung_at_s, hung_in or self.hung_in
 
     @property
     def stays(self) -> bool:
-        """True if the user code of this member raised, but its process keeps the state until it is released."""
+        """True if user code of this member raised, but its process keeps the state until it is sent Release."""
         return self.failed is not None and self.failed.stays and not self.may_end
 
 
@@ -232,10 +235,10 @@ class Roster:
         return self._homes
 
     def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
-        """Keep the layout that a rank has published. Return all layouts if it completes a version; otherwise None.
+        """Keep the layout that a rank has published. Return all layouts if all now have that version; else None.
 
-        If the rank sends the same layout again, all layouts are also returned: the answer may have been lost with its
-            agent.
+        If the rank sends the same layout again, all layouts are also returned: the answer may have been lost with an
+        agent.
         """
         before = self.layouts.get(layout.rank)
         again = before is not None and before.by_itself and before.version == layout.version
@@ -304,7 +307,7 @@ def node_order(node_id: NodeId) -> tuple[int, str]:
 
 
 def place_alone(node_id: NodeId) -> int:
-    """Return the number, from 1, of a node whose controller decides without a majority, for ``Config.alone``.
+    """Return the value of ``Config.alone`` for a node whose controller decides without a majority: its number, from 1.
 
     The number follows from the name only, because nodes that are cut off from each other may know different
     electorates. If two such nodes had one number, their generations and the names of their checkpoints would be equal.

@@ -7,7 +7,8 @@ left no status page. A controller of a later term seats the members of the event
 ("adopting"). Then it either leaves all workers undisturbed or starts a recovery.
 
 Invariants:
-1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or as unkillable.
+1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or because it survives
+   SIGKILL.
 2. A process that is not a member is ordered to leave, whatever it reports.
 3. If an agent returns within the adoption limit with all its members, no fault is counted.
 """
@@ -201,7 +202,7 @@ class NodeTracker:
             self._lose(now, member, f"went with its node: {reason}")
 
     def _rejoin(self, now: float) -> None:
-        """Declare the nodes lost that have not joined this controller of a later term in time."""
+        """Declare each node lost whose agent has not joined this new controller within ``rejoin_s`` seconds."""
         job = self.job
         if not self.adopting:
             return
@@ -299,7 +300,7 @@ class NodeTracker:
     def _join_library(self, event: WorkerHello) -> Member | None:
         """Seat a worker that another launcher started (library mode), with the member id that it brings.
 
-        Ranks are placed in blocks by node. Return None if the worker has no seat.
+        Consecutive ranks are on one node. Return None if the job has no free seat for this rank.
         """
         job = self.job
         per_node = job.config.world_size // job.config.nnodes
@@ -425,7 +426,7 @@ class NodeTracker:
         return True
 
     def _give_up(self, now: float, member: Member) -> None:
-        """Give up a member that survives SIGKILL. Ask its agent for its status page, which never changes again."""
+        """Give up a member that survives SIGKILL, and ask its agent for the status page, which no longer changes."""
         if member.given_up:  # the agent of the member has not answered either
             self._lose(now, member, "does not die; it is given up")
             return

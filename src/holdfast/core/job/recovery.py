@@ -1,8 +1,8 @@
 """The state machine of a recovery: from the first sign of a fault to a committed step of all ranks.
 
-Theory. A recovery is in one phase (``core/decide/recovery_phases.py``). The phase determines the order that each
-member receives and the condition that ends the phase. The decision is kept as one value, the plan. Users see six phases
-(detected, fenced, quiesced, planned, restored, resumed): these are the times of transitions of this state machine. The
+Theory. A recovery is in one phase (``core/decide/recovery_phases.py``). The phase determines the order that each member
+receives and the condition that ends the phase. The decision is kept as one value, the plan. Users see six phases
+(detected, fenced, quiesced, planned, restored, resumed): each one is reached at a transition of this state machine. The
 pure function ``decide`` computes the step of the job from the reports of the ranks of the old generation. For a dead
 rank its status page is the report. A second fault before the decision becomes part of the same recovery. A second fault
 after the decision starts the recovery again at the fence, under a new generation. All orders are idempotent by
@@ -15,12 +15,12 @@ Invariants:
 1. A decision is made only when each rank of the old generation has reported to the newest fence or is confirmed dead,
    and only while a majority of the voters is heard.
 2. There is one decision per generation, and it is recorded before any order is sent.
-3. The step of the job is never below a step that a living rank has committed. It is never above the step after the
-   newest update that some rank has begun.
+3. The step of the job is never below a step that a living rank has committed. If the update of step s is the newest one
+   that some rank has begun, the step of the job is at most s + 1.
 4. Only ranks that are at the decided step, or can be brought there, are sources of a save.
 5. New members start only when every old member is gone, or as replacements of dead members beside the survivors.
-6. A newcomer is a full member from ``SessionOpened`` on, when it holds its state. A fault before that removes the
-   newcomer.
+6. A newcomer is a full member from its message ``SessionOpened`` on: from then on it holds its state. A fault before
+   that removes the newcomer.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Recovery:
             self.progress(now)
 
     def settled(self, now: float, member: Member, report: Settled) -> None:
-        """Handle the report of a member: its answer to the newest fence, or a change after the decision."""
+        """Handle a member's report: its answer to the newest fence, or a change of its state after the decision."""
         self.reports[member.rank] = report
         self._turns = max(self._turns, report.turns)
         member.report(report.state, report.step)
@@ -371,7 +371,7 @@ class Recovery:
                 self._recovered(now)
 
     def _let_go(self) -> bool:
-        """Let the members end in which user code raised an exception, unless only they hold a part of the state.
+        """Let members end whose user code raised an exception, unless only these members hold a part of the state.
 
         Returns: True if the recovery must wait until these members are gone.
         """

@@ -1,10 +1,10 @@
 """The replacement of dead ranks by newcomers, while the survivors keep process, weights and connections.
 
 Theory. A newcomer builds its model without peers, asks for its state, receives it from the sources (the survivors that
-serve their state), and joins. Both sides work at the same time. The first fetch waits until all sources have offered
-their state, so that the load is spread over all of them. A newcomer that has not joined is not evidence in a decision.
-The evidence of its seat is still the status page of the previous full member. Rank-local values are plain values that
-belong to one rank only, such as its position in the data.
+serve their state), and joins. Newcomer and sources work at the same time. No newcomer fetches state before all sources
+have offered their state, so that the load is spread over all of them. A newcomer that has not joined is not evidence in
+a decision. The evidence of its seat is still the status page of the previous full member. Rank-local values are plain
+values that belong to one rank only, such as its position in the data.
 
 Invariants:
 1. A newcomer is ordered to receive only when every source of the decision has offered the state of the decided step.
@@ -115,9 +115,9 @@ class Replacement:
         self.bounds.begin("offer", self.job.gasp_s if plan.takes_kept else offer_s, reads=plan.takes_kept)
 
     def adopt(self, former: Mapping[MemberId, int]) -> None:
-        """Take over the ranks of members that an earlier controller has replaced.
+        """Record the ranks of the members that an earlier controller has replaced, by member id.
 
-        Their agents will report the last status pages of these members.
+        The last status pages of these members are still to come from their agents.
         """
         self._former = dict(former)
 
@@ -198,7 +198,7 @@ class Replacement:
     def holds(self, member: Member) -> bool:
         """Return True if the member is a full member.
 
-        A newcomer with an open session holds its state. This method makes it a full member.
+        A newcomer with an open session holds its state, so this call makes the newcomer a full member.
         """
         if member.joining and member.opened_step is not None:
             self._join(member, member.opened_step)
@@ -224,8 +224,8 @@ class Replacement:
     def local_of(self, member: Member) -> bytes:
         """Return the rank-local values (JSON) of a lost rank at the decided step; empty: no page has them.
 
-        They come from its last status page or from that of the previous full member of the seat. The page of a rank
-        that died in its update or in doubt holds the values of two steps.
+        The values come from the last status page of the rank, or of the previous full member of its seat. The page of a
+        rank that died in its update or in doubt holds the values of two steps.
         """
         left = (self._pages.get(member.rank), None if member.joining else member.exited)
         known = {step: local for page in left if page is not None for step, local in page.locals.items()}
@@ -236,7 +236,7 @@ class Replacement:
         return [RankReport(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
 
     def went_back(self, step: int) -> None:
-        """Limit the pages of replaced members to ``step``, because all ranks were ordered to go back to it."""
+        """Change the pages of replaced members to at most ``step``, because all ranks were ordered back to it."""
         self._pages = {
             rank: msgspec.structs.replace(page, state="ready", step=min(page.step, step))
             for rank, page in self._pages.items()

@@ -1,23 +1,25 @@
 """The end of a run: by a graceful exit, by an immediate stop, or because all its ranks are done.
 
-Theory. A graceful exit is a flag in the vote, so the request has to reach only one rank. The controller still sends it
-to all, keeps it across recoveries, and enforces the deadline. The agent that forwarded the request repeats it to the
-next controller, because this controller may die before it has read the request. A session that is done waits for its
-Release: while one rank still works, any other may be needed to recover it. After the Release the script may run a final
-evaluation or an export. If one rank fails in that code, all ranks run it again: their sessions start at the last step
-and have no steps left.
+Theory. A graceful exit is a flag in the vote, so the request has to reach only one rank. The controller still sends the
+request to all ranks, keeps it across recoveries, and enforces the deadline. The agent that forwarded the request
+repeats it to the next controller, because the first one may die before it has read the request. A session that is done
+waits for its Release: while one rank still works, any other rank may be needed to recover it. After the Release the
+script may run a final evaluation or an export. If one rank fails in that code, all ranks run it again: their sessions
+start at the last step and have no steps left.
 
 Invariants:
 1. Release is sent only when every rank of the generation has finished.
-2. A run that was asked to exit ends with REQUEUE only if a checkpoint of its last step is sealed.
-3. A rank that is lost after the request is not replaced if the others hold its state: they save it and leave.
+2. A run that was asked to exit ends with the exit code REQUEUE (start the job again) only if a checkpoint of its last
+   step is sealed.
+3. A rank that is lost after the request is not replaced if the other ranks hold its state: they save that state and
+   leave.
 4. A process that dies after the Release is a fault if a checkpoint of the last step is sealed: all ranks restart from
    it.
-5. Once ``stopping`` is set, every death is expected, and no process is started.
+5. Once the run is being ended (``stopping`` is set), every death is expected, and no process is started.
 6. A leader that hears no majority of the voters takes no request and ends nothing: the request waits for a majority, or
    for the next leader, to which the agents repeat it.
-7. A controller that is alone asks no rank for the exit. Its ranks may still be in a group with those of the majority,
-   where one flag in one vote ends the whole job.
+7. A controller that is alone asks no rank for the exit. Its ranks may still be in a process group with ranks of the
+   majority, where one flag in one vote ends the whole job.
 """
 
 from __future__ import annotations

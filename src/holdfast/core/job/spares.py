@@ -204,7 +204,7 @@ class Spares:
         self._out.append(Send(to="controller", message=said))
 
     def take(self, seat: Assignment) -> MemberId | None:
-        """Choose the most complete spare that fits ``seat``.
+        """Choose the best spare that fits ``seat``: a ``ready`` spare before a ``held`` one.
 
         Remove the spare from the list of living spares, and return its id; None: no spare fits.
         """

@@ -8,9 +8,9 @@ or bytes that its agent saw move (``Active``). Only a member without progress in
 process makes no progress and is not waited for.
 
 Invariants:
-1. A member that has made progress since its time limit began is not killed for time. The return of its node counts as
-   progress, because the member receives its orders only then.
-2. While a phase waits for a member that is not about to be killed, its time limit runs.
+1. A member that has made progress since its time limit began is not killed at the end of the time limit. The return of
+   its node counts as progress, because the member receives its orders only then.
+2. While a phase waits for a member that is not about to be killed, a time limit of the phase runs.
 3. Stopped processes are killed by the rule for a training job (``core/watch/hang_attribution.py``): never more than
    half of them.
 """
@@ -68,7 +68,7 @@ class Bounds:
         """Start the time limit ``wait`` of ``bound_s`` seconds.
 
         Args:
-            wait: name of the time limit, a key of ``FAILS_TO``.
+            wait: name of the time limit, for example ``quiesce`` (a key of ``FAILS_TO``).
             bound_s: length in seconds, without the time to move state.
             reads: add the time in which the state of one rank is moved.
         """

@@ -87,7 +87,8 @@ class DeviceSeen(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         group: name of the group.
         given: the newest collective that the host has launched on the device.
-        begun: the newest collective that is known to have begun on the device; without timing equal to ``ended``.
+        begun: the newest collective that is known to have begun on the device; equal to ``ended`` if no begin is
+            recorded.
         ended: all collectives up to this one have ended.
         what: description of the oldest collective that has not ended; if all have ended, of the newest.
     """
@@ -137,7 +138,10 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(Message, frozen=True):
-    """Answer to :class:`CollectEvidence` about all living workers of a node. With ``LAST_LOOK``: about one worker."""
+    """Answer to :class:`CollectEvidence` about all living workers of a node.
+
+    With ``LAST_LOOK`` as ``number`` the message comes without an order, about one worker that is about to be killed.
+    """
 
     node_id: NodeId
     number: int
@@ -164,7 +168,7 @@ class StepTimes(Message, frozen=True):
 class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
     """The digest of one rank's copy of a part of the state.
 
-    All ``holders`` have this part and name it alike (``what``).
+    All ``holders`` have this part and give it the same name (``what``).
     """
 
     holders: str  # ranks, as ``ranks_text`` writes them: there may be thousands
@@ -173,7 +177,7 @@ class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopiesDiffer(Message, frozen=True):
-    """Report of the digests of one rank's copies: a vote has found differing copies of the state of ``step``."""
+    """Report of one rank after a vote has found differing copies of the state of ``step``: digests of its copies."""
 
     member_id: MemberId
     generation: Generation
@@ -182,7 +186,7 @@ class CopiesDiffer(Message, frozen=True):
 
 
 class StateDigests(Message, frozen=True):
-    """Answer to a ``Settle`` with ``vouch``: digests of this rank's state of ``step``.
+    """Answer to a decision that asks for digests (``Settle.vouch``): the digests of this rank's state of ``step``.
 
     The rank publishes the layout of that state before this message.
     """

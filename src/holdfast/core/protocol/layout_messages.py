@@ -7,7 +7,7 @@ sent once. The code in ``core`` reads neither part.
 
 Invariants:
 1. The layout that a reader gets for a rank is, byte for byte, the layout that the writer put in.
-2. The index of every rank has a table. This is checked when a message is decoded.
+2. The index of a table that a message has for a rank is valid. This is checked when the message is decoded.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class FaultSeen(Message, frozen=True):
 class WorkerFailed(Message, frozen=True):
     """Report that user code of this rank raised an exception.
 
-    The process exits, at once or after its release (``stays``).
+    The process exits at once or, with ``stays``, only after it has received :class:`Release`.
     """
 
     member_id: MemberId
@@ -304,7 +304,7 @@ class Leave(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Message that every rank has finished, so the session may return.
+    """Message that every rank has finished, so the session may end.
 
     It is also sent to a rank whose user code raised, and then allows the end of its process.
     """
@@ -486,7 +486,7 @@ class KillMember(Message, frozen=True):
 
 
 class EndRun(Message, frozen=True):
-    """Order to an agent to end the run: kill the remaining processes, and report ``code``."""
+    """Order to an agent to end the run: kill the remaining processes, and end with exit code ``code``."""
 
     code: int
     reason: str

@@ -36,7 +36,7 @@ class Notice(Message, frozen=True):
 
 
 class NoticeOver(Message, frozen=True):
-    """Message to every agent that the notices of ``source`` about a node are over; empty: those of all sources."""
+    """Message to every agent that the notices of ``source`` about a node are over; empty: all its notices."""
 
     node_id: NodeId
     source: str = ""
@@ -55,9 +55,9 @@ class DrainNode(Message, frozen=True):
 
 
 class PrepareSeats(Message, frozen=True):
-    """Order to an agent: build processes for these ranks, which will move to its node.
+    """Order to an agent: build processes for the ranks of ``members``, which will move to its node.
 
-    No members: end the processes that an earlier order has built.
+    With no members: end the processes that were built for an earlier order.
     """
 
     node_id: NodeId
@@ -67,7 +67,7 @@ class PrepareSeats(Message, frozen=True):
 
 
 class SeatsPrepared(Message, frozen=True):
-    """Report that these ranks have a prepared process on this node. ``failed``: why a process could not be built."""
+    """Report of an agent: ``ranks`` have a prepared process on its node. ``failed``: why one could not be built."""
 
     node_id: NodeId
     ranks: tuple[int, ...]
@@ -93,7 +93,9 @@ class HoldReached(Message, frozen=True):
 
 
 class HoldOver(Message, frozen=True):
-    """Order to one worker: no seats are changed, so do not wait before ``step`` any longer. It ends that stop only."""
+    """Order to one worker: no seats are changed, so do not wait before ``step`` any longer. A later stop is not
+    affected.
+    """
 
     member_id: MemberId
     generation: Generation
@@ -107,7 +109,7 @@ class Notices:
         self._standing: dict[tuple[NodeId, str], tuple[Notice, float]] = {}
 
     def note(self, now: float, notice: Notice) -> bool:
-        """Keep a notice, or remove the notice that it withdraws. Return True if the controller must receive it."""
+        """Keep a notice, or remove a withdrawn one. Return True if the controller must receive ``notice``."""
         key = (notice.node_id, notice.source)
         known = self._standing.get(key)
         if notice.withdrawn:

@@ -1,8 +1,8 @@
 """Messages between agents, and the events and commands of an election.
 
 Theory. Agents of one job are connected with each other, separately from their connection to the controller. Over these
-connections they elect a leader, and serve each other's workers when a process group is built. These messages never
-reach a worker.
+connections they elect a leader, and forward the requests of workers to the key-value store with which process groups
+are built. These messages never reach a worker.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class PeerHello(Message, frozen=True):
     Attributes:
         peer: the sender.
         job: name of the job that the sender belongs to; empty: no job.
-        nodes: number of nodes.
-        slots: number of workers of each node, or one number if all nodes have as many.
+        nodes: number of nodes of the job, as the sender is configured.
+        slots: number of workers of each node, or a single number if it is equal for all nodes.
         known: the agents that the sender knows.
-        holdfast: version of Holdfast of the sender. An agent with another version does not belong to the job.
+        holdfast: version of Holdfast of the sender. An agent with another version cannot join the job.
         versions: versions of other software that should be the same everywhere.
         near: name of the job that an agent connected to the sender belongs to; empty: no job.
     """
@@ -62,7 +62,7 @@ class PeerHello(Message, frozen=True):
 class PeerList(Message, frozen=True):
     """The list of all agents that the sender knows, and the names of its jobs. It is sent again after each change.
 
-    ``job`` and ``near`` have the meaning of the fields in :class:`PeerHello`.
+    ``job``: the job that the sender belongs to. ``near``: the job that a connected agent belongs to. Empty: no job.
     """
 
     job: str

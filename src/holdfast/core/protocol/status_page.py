@@ -5,7 +5,8 @@ Theory. Each worker has one page, a file in shared memory that outlives the proc
 Step and phase share one word, so that a reader always gets both from the same moment.
 
 Invariants:
-1. ``STATE`` shows UPDATE(s) before the first parameter of step s changes, and READY(s+1) only after the block ended.
+1. The word ``STATE`` shows the phase UPDATE of step s before a parameter changes in step s. It shows READY of step s+1
+   only after the block of step s has ended.
 2. A reader trusts a page only when ``GENERATION`` equals the generation that the reader decides about.
 """
 
@@ -63,7 +64,7 @@ class Word(IntEnum):
 class Phase(IntEnum):
     """Phase of a worker, as its status page shows it. A state of the step protocol has one or several phases.
 
-    FORWARD, BACKWARD = COMPUTE; UPDATE, COMMIT = UPDATING; READY, SAVE = COMMITTED.
+    FORWARD and BACKWARD belong to state ``compute``, UPDATE and COMMIT to ``updating``, READY and SAVE to ``ready``.
     """
 
     STARTING = 0
@@ -120,7 +121,7 @@ def unpack_state(word: int) -> tuple[int, Phase]:
 
 
 def pack_trap(action: TrapAction, phase: Phase, step: int) -> int:
-    """Return a trap packed into one word. The action must fit 7 bits, the phase 8 and the step 48."""
+    """Return the trap of a drill packed into one word. The action must fit 7 bits, the phase 8 and the step 48."""
     return (int(action) << 56) | (int(phase) << 48) | step
 
 

@@ -7,7 +7,7 @@ progress of workers that train: ``core/watch/stall_detector.py`` judges them. It
 phase, because only the controller knows whether it waits for them.
 
 Invariants:
-1. Progress is reported at most once in ``SAY_S``. Without progress, no report is sent.
+1. Progress is reported at most once in ``SAY_S`` seconds. Without progress, no report is sent.
 2. A process is reported as stopped when all looks during ``stopped_s`` have found it stopped, and again while it stays
    stopped. The end of the stop is reported once.
 3. This module reads no clock: ``now`` is an argument, in seconds.

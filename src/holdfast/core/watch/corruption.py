@@ -124,7 +124,7 @@ class Corruption:
         self._accuse(now, found, event.step)
 
     def tick(self, now: float, name: str) -> bool:
-        """Handle the timer ``copies``. Return False if ``name`` is another timer."""
+        """End the wait for the digests of all ranks (timer ``copies``). Return False if ``name`` is another timer."""
         if name != "copies":
             return False
         if self._generation == self.job.roster.generation:  # otherwise the reporting workers have ended

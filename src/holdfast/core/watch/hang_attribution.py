@@ -11,12 +11,12 @@ are tried in this order:
 - the work: a rank computes while all others sleep.
 
 If no rank differs, no rank is killed. If all ranks compute, the job is slow and not stuck. If all ranks wait, a fence
-frees them and they try again.
+frees them and they run the step again.
 
 Invariants:
 1. No rank is named without a reason that can be checked by hand against the evidence.
-2. Several ranks at one position are killed together only if each of them is guilty on its own. A majority of the ranks
-   is never killed.
+2. Several ranks at one position are killed together only if the evidence against each of them is enough alone. A
+   majority of the ranks is never killed.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ def _state(one: RankEvidence, what: str) -> str:
 
 
 def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Return a verdict against ranks that left their loop at a step whose block, or a later block, other ranks still
-    run.
-    """
+    """Return a verdict against ranks that left their loop at a step while others run its block or a later one."""
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
     if not left or 2 * len(left) > len(left) + len(inside):

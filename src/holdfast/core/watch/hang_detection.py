@@ -1,14 +1,14 @@
 """The handling of a job without progress: evidence is collected, a rank is named, and a fault is reported.
 
-Theory. An agent reports when all workers of its node are stalled, and when one moves again. The job is stalled only
-when every node with a living worker has reported so. Then evidence is collected from all nodes, a pure function names
-the culprit, and an ordinary fault follows. The kill comes last: if a worker moves while evidence is collected, no rank
-is named or killed. Slow ranks are handled in ``core/watch/stragglers.py``.
+Theory. An agent reports when all workers of its node are stalled, and when one of them moves again. The job is stalled
+only when every node with a living worker has reported a stall. Then evidence is collected from all nodes, a pure
+function names the culprit, and an ordinary fault follows. The kill comes last: if a worker moves while evidence is
+collected, no rank is named or killed. Slow ranks are handled in ``core/watch/stragglers.py``.
 
 While newcomers start, the other ranks wait for the control plane. Each newcomer is judged alone until it asks for its
 state. After that it may be waiting for others, and only a stopped process is evidence.
 
-A process that exceeds a time limit of a recovery is killed for that (``Job.time_out``). Its agent first collects
+A process that exceeds a time limit of a recovery is killed for this reason (``Job.time_out``). Its agent first collects
 evidence about the process, which is logged as for every other hang.
 
 Invariants:
@@ -157,7 +157,7 @@ class Hangs:
                 self.job.record("hang", **_fields(verdict, [one]))
 
     def tick(self, now: float, name: str) -> bool:
-        """Handle the timers ``gather``, ``patience`` and ``late``. Return False if ``name`` is another timer."""
+        """Handle the timers of this class. Return False if ``name`` is another timer."""
         if name == "gather":
             if self._evidence is not None:
                 self._judge(now)
@@ -171,9 +171,9 @@ class Hangs:
         return True
 
     def _place(self, one: RankEvidence) -> str:
-        """Return the place where a rank hangs, as text.
+        """Return the position at which a rank hangs, as text.
 
-        Without a session, the place includes the number of its collective.
+        For a script without a session, the text includes the number of the rank's collective.
         """
         place = one.where or one.phase
         return place if self.job.session else f"{place}, collective {one.sequence}"

@@ -2,10 +2,11 @@
 
 Theory. A wrong gradient of one rank is added to all copies of the state. The copies stay equal, so a comparison of
 copies cannot detect the error. Other ranks therefore run the block of each rank again without collectives, with the
-same batch and random numbers, and digests of the gradients are compared. Copies of the state are numbered. The batch of
-copy ``owner`` is computed by that copy (offset 0) and by copy ``owner - 1`` (offset 1). If the results differ, copy
-``owner - 2`` also computes the batch (offset 2; with two copies this is the owner again). All results are combined in
-one sum over all ranks. Each element of the sum is written by one rank.
+same batch and random numbers, and digests of the gradients are compared. A *copy* is one data-parallel replica of the
+model, which one rank holds as a whole. Copies are numbered. The batch of copy ``owner`` is computed by that copy
+(offset 0) and by copy ``owner - 1`` (offset 1). If the results differ, copy ``owner - 2`` also computes the batch
+(offset 2; with two copies this is the owner again). All results are combined in one sum over all ranks. Each element of
+the sum is written by one rank.
 
 Invariants:
 1. All ranks read the same verdict, because it is a function of the sum.
@@ -46,7 +47,7 @@ class RecomputationVerdict(NamedTuple):
             ``wrong``: ``ranks`` compute wrong gradients. ``unlike``: other ranks draw another batch for ``ranks``.
             ``unclear``: the batches of ``ranks`` give different gradients, and no two ranks agree. ``nothing``: no
             results were compared.
-        ranks: the ranks that the outcome is about.
+        ranks: the ranks that the outcome is about, as numbers of copies.
     """
 
     outcome: Outcome

@@ -1,16 +1,16 @@
 """Detection of workers without progress, with time limits learned from how long progress usually takes.
 
 Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in the
-vote of each step, so when one of them stops for good, soon all do. A node is *stalled* when every worker of it has made
-no progress for longer than its own time limit. A rank that waits for a slow rank exceeds its limit early. That is
-harmless, because the limit of the slow rank counts. Which rank is to blame is decided later
+vote of each step, so when one of them stops for good, soon all do. A node is *stalled* when each of its workers has
+made no progress for longer than that worker's time limit. A rank that waits for a slow rank exceeds its own limit
+early. That is harmless, because the limit of the slow rank counts. Which rank is to blame is decided later
 (``core/watch/hang_attribution.py``).
 
 Time limits (bounds) come from robust statistics: a factor times the median of the recent steps, at least a floor, and
-at least a multiple of the longest pause that the same phase has survived. Before there are samples, the limits are
-generous. Outside of steps they are also generous: the script announces sections by name, and their limits are learned
-by name. A script without a session shows only its collectives. A collective in progress has a limit learned from the
-time between collectives; other code of such a script has a generous limit.
+at least a multiple of the longest pause in the same phase after which a worker moved again. Before there are samples,
+the limits are generous. Outside of steps they are also generous: the script announces sections by name, and their
+limits are learned by name. A script without a session shows only its collectives. A collective in progress has a limit
+learned from the time between collectives; other code of such a script has a generous limit.
 
 A process that starts while the other ranks train (a newcomer, a spare) is judged alone. It is *late* when it has made
 no progress for many times as long as the start of other processes took, or when it is stopped.
@@ -94,7 +94,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         steps: seconds of the recent steps.
         apart: seconds between collectives, of a script without a session.
-        peaks: the longest survived pause in seconds, by kind of code.
+        peaks: the longest pause in seconds after which a worker moved again, by kind of code.
     """
 
     steps: tuple[float, ...] = ()
@@ -201,7 +201,7 @@ class Progress:
         ]
 
     def late(self) -> list[Stall]:
-        """Return the workers before their first step whose start takes too long while the other ranks train."""
+        """Return the workers that start for too long: they have done no step yet, while the other ranks train."""
         return [
             Stall(member_id, watch.idle_s, bound_s, False, watch.last.stopped)
             for member_id, watch in sorted(self._watches.items())
@@ -227,7 +227,7 @@ class Progress:
         return median(self._steps) if self._steps else 0.0
 
     def paces(self) -> list[tuple[int, int, float]]:
-        """Return (rank, samples, median seconds of a step without waits for peers) of each worker."""
+        """Return (rank, number of measured steps, median seconds of a step without waits for peers) of each worker."""
         return [
             (watch.last.rank, len(watch.busy), median(watch.busy))
             for _, watch in sorted(self._watches.items())

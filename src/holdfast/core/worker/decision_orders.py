@@ -5,8 +5,8 @@ replacements, check the state in memory to which all ranks go back, or write its
 arrives while the rank is anywhere in its step, and while the script runs its own code. The state may be read only when
 three conditions hold, in this order:
 
-1. the step machine is at the step of the decision, in a state of ``COMPLETE``;
-2. the script has left the positions whose code belongs to the state (``waits_for``);
+1. the step machine is at the step of the decision, in the state ready, aborted or finished;
+2. the script has left the code that belongs to the state (``waits_for``);
 3. the model holds the trained weights, and not for example an average that the script evaluates.
 
 So each order is kept as data until its conditions hold. ``OrderBook.advance`` compares the conditions with the step
@@ -17,7 +17,7 @@ Invariants:
 1. Orders are carried out one at a time, in the order of their arrival.
 2. An order is dropped when a newer fence comes or the job resumes. It is never begun after that.
 3. Each order is carried out, refused or dropped, because each wait (for the script, for the weights) has a limit.
-4. All orders of one decision share one limit per kind of wait.
+4. All orders of one decision share one limit of the wait for the script, and one limit of the wait for the weights.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def orders_of(settle: Settle) -> tuple[DecisionOrder, ...]:
 def waits_for(settle: Settle, script: ScriptMachine) -> tuple[Wait, ...]:
     """Return the conditions that the orders of a decision wait for, at the present position of the script.
 
-    The code before a block is a part of the state only if the state goes to a replacement. Other weights do not matter
-    when all ranks go back to a state in memory.
+    The code before a block is a part of the state only if the state goes to a replacement. If all ranks go back to a
+    state in memory, the weights in the model do not matter.
     """
     waits: tuple[Wait, ...] = ("script",) if script.awaits(replaces=settle.then == "replace") else ()
     return (*waits, "weights") if settle.rewind < 0 and script.may_hold_other_weights else waits
@@ -166,7 +166,7 @@ class OrderBook:
         self._running = None
 
     def look_again(self, timer: str) -> None:
-        """Record that ``timer`` has fired. After WEIGHTS_TIMER, the next check of the weights is due."""
+        """Record that ``timer`` has fired. After the timer for the weights, the next check of the weights is due."""
         if timer == SCRIPT_TIMER:
             self._is_timed = False
         if timer == WEIGHTS_TIMER and self._look == "paused":

@@ -20,7 +20,8 @@ the newest layouts.
 
 Invariants:
 1. Under one version a rank publishes one layout, so the catalogue of a version is the same everywhere.
-2. After a vote between two steps in which no rank set ``moved``, every rank has the same up-to-date catalogue.
+2. A vote may also take place between two steps, where no update follows. If no rank sets ``moved`` in such a vote,
+   every rank then has the same up-to-date catalogue.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Theory. A change of seats that repeats no step begins with a stop of all ranks. 
 request the stop (``HoldOrder``), and the vote makes all ranks stop at the same step. There they wait for the fence with
 which the change begins. If the controller gives up the change, it sends ``HoldOver`` instead of the fence. ``HoldOver``
 may arrive before this rank has ended its step. If the controller is lost during the stop, each rank continues after
-``HOLD_S``.
+``HOLD_S`` seconds.
 
 Invariants:
 1. A ``HoldOrder`` counts for votes of its generation only, and for one stop.

@@ -16,14 +16,15 @@ shows the three tables, and a test compares them.
 The state machine is not thread-safe: main thread, client thread and task thread share it under the lock of its owner.
 
 Invariants:
-1. Code of the script before a block, in a block and after a block has a separate position.
+1. The script has one position before a block, another one in the block, and another one after the block.
 2. A survivor gives its present state in three cases only: the script waits at its block, the block was aborted, or
    another library drives the loop. Otherwise it gives the state of the last boundary between two steps.
 3. A recovery waits for the script only in a position in which the script may change the state.
-4. A loop cannot go back once its script has taken the next step, and never after the script has left it.
+4. A loop cannot go back once its script has taken the next step, and never after the script has left the loop.
 5. A section is open exactly while the attendance is ``in_section`` or ``steps_in_section``.
-6. ``loop_left`` and ``loop_over`` are valid at any time after the first loop has opened. Python closes a generator when
-   its last reference is gone, even in the block of a later loop. Such a block still ends.
+6. The events ``loop_left`` and ``loop_over`` are allowed at any time after the first loop has opened. Python closes a
+   generator when its last reference is gone, even in the block of a later loop. The event ``block_ended`` of that block
+   is still allowed after that.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ScriptPosition(StrEnum):
 class ScriptEvent(StrEnum):
     """An event of the main thread in its loops over steps.
 
-    ``block_begun`` and the last five events change the attendance.
+    ``block_begun``, ``turn_done``, ``strayed`` and the events of sections change the attendance.
     """
 
     LOOP_AHEAD = "loop_ahead"  # an epoch or phase begins, or a loop that is done already was skipped
@@ -269,7 +270,8 @@ class ScriptMachine:
 
         Args:
             event: the event.
-            again: with ``STEP_GIVEN``: the code before the block of this step has run before.
+            again: with ``STEP_GIVEN`` (the script receives its step): the code before the block of this step has run
+                before.
 
         Raises:
             StepError: the script caused ``event`` at a wrong time.
@@ -385,7 +387,7 @@ class ScriptMachine:
 
     @property
     def away(self) -> bool:
-        """True if the script is in a section or has left its loop, so no decision may rely on its next step."""
+        """True if no decision may rely on the script's next step: it is in a section or does not return to its loop."""
         return self._attendance in (A.IN_SECTION, A.STRAYED)
 
     @property
@@ -395,7 +397,7 @@ class ScriptMachine:
 
     @property
     def offers_rewind(self) -> int:
-        """The step of :attr:`rewinds_to`, or ``NO_REWIND`` if the script has already begun code of its next step."""
+        """The earliest step to which the loop can return from the script's present position; ``NO_REWIND``: none."""
         return self._rewinds_to if self._rules.can_rewind else NO_REWIND
 
     @property

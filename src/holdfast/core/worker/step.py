@@ -2,11 +2,10 @@
 
 Theory. A step is two-phase commit with one tiny all-reduce (the vote) as its first phase. A rank that entered the vote
 has complete gradients and has promised to apply them if the vote passes. A *fence* (a newer generation exists) stops
-the rank at the next boundary: READY and COMPUTE at once, VOTING when its vote ends or breaks, UPDATING at its block
-end. A rank without a fence is *free*. A rank is IN_DOUBT if its vote broke, or passed after a fence had come. Such a
-rank may not decide alone: the controller decides from the reports of all ranks. READY(s) is the state READY at step s,
-and so on. The whole protocol is the table ``TRANSITIONS``. ``docs/protocol.md`` shows the same rows, and a test
-compares them.
+the rank: in READY or COMPUTE at once, in VOTING when the vote ends or breaks, in UPDATING at the end of the block. A
+rank without a fence is *free*. A rank is IN_DOUBT if its vote broke, or passed after a fence had come. Such a rank may
+not decide alone: the controller decides from the reports of all ranks. READY(s) is the state READY at step s, and so
+on. The whole protocol is the table ``TRANSITIONS``. ``docs/protocol.md`` shows the same rows, and a test compares them.
 
 The state machine is not thread-safe: main thread and client thread share it under the lock of its owner.
 
@@ -37,7 +36,10 @@ Decision = Literal["apply", "discard", "stay"]
 
 
 class StepEvent(StrEnum):
-    """An event in the step protocol of one rank. The main thread causes the first five by running user code."""
+    """An event in the step protocol of one rank.
+
+    The main thread causes ``open``, ``begin``, ``vote``, ``end`` and ``finish`` by running user code.
+    """
 
     OPEN = "open"
     BEGIN = "begin"
@@ -125,7 +127,8 @@ class StepMachine:
 
     Args:
         generation: the generation in which the rank was started.
-        observe: called after each transition with (old state, new state, step after it), under the owner's lock.
+        observe: called after each transition with (old state, new state, step after the transition), under the owner's
+            lock.
 
     Every method returns at once. A method that user code can call at a wrong time then raises :class:`StepError`. Any
     other transition outside of the table raises :class:`InternalError`. Both errors list the last transitions.

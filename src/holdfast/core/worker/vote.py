@@ -7,7 +7,7 @@ All ranks on which the reduction completes get the same sum, so they read the sa
 One more word compares all copies of the state, for any number of copies. Each holder of a copy adds its digest times a
 factor. The factors of all holders of one copy add up to zero (``store/layouts/replica_digests.py``). So the word is
 zero modulo 2**64 if all copies are equal. If copies differ, the word is zero with a probability of only 2**-64. The
-word counts only if all ranks compare by the same plan.
+word counts only if the digests of all ranks cover the same data (``Ballot.plan``).
 
 Invariants:
 1. ``passed`` implies that every rank of the group contributed once, reported sound collectives, and was at the same
@@ -35,7 +35,7 @@ VECTOR_LENGTH = len(FIELDS)
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
-    """The ballot of one rank in the vote of ``step``, or in a vote between the last step and ``step``."""
+    """The ballot of one rank in the vote of ``step`` or, with ``between``, in a vote just before that step."""
 
     step: int
     unsound: bool = False  # a collective of this rank broke: its gradients must not be used
@@ -80,7 +80,7 @@ def all_equal(count: int, total: int, squares: int) -> bool:
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a vote. Unless noted, a flag is set if any rank set it. Flags count only if ``passed``.
+    """The result of a vote. A flag without a comment is set if any rank set it. Flags count only if ``passed``.
 
     ``reason``: why the vote did not pass; empty if it passed.
     """

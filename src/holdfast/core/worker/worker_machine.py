@@ -16,8 +16,10 @@ The reactions to the main events are:
 
 - ``Fence``, newer than the generation of this rank: collectives are broken, orders are dropped, the fence is answered.
 - ``Settle``, of the fence in force: an in-doubt step is applied or discarded, and the orders of the decision wait.
-- ``ResumeInPlace``, not of the generation of this rank: the state is no longer served, then the script may continue.
-- ``WaitReached``, after an order to continue: the script goes back if that is ordered, and its groups are built again.
+- ``ResumeInPlace``, of another generation than the rank's own: the state is no longer served, then the script may
+  continue.
+- ``WaitReached``, after an order to continue: the script goes back if that is ordered, and the process groups are built
+  again.
 - ``Advanced``, while fenced: the fence is answered, and orders whose conditions hold are carried out.
 
 The state machine is not thread-safe: the threads of a rank share it under one lock.
@@ -27,7 +29,8 @@ Invariants:
    while a state is restored.
 2. An order to continue counts once. After this rank has joined its generation, a repeated order is ignored.
 3. The script continues only after the state of this rank is no longer served.
-4. A rank goes back only if its script can go back. Otherwise it waits for the fence that its new answer causes.
+4. A rank goes back to an earlier step only if its script can go back. Otherwise it waits for the fence that its new
+   answer causes.
 """
 
 from __future__ import annotations
@@ -162,7 +165,8 @@ class WorkerMachine:
         member_id: id of this process.
         generation: the generation in which the process was started.
         joining: the process takes the seat of a lost rank.
-        observe: called after each transition of the step machine with (old state, new state, step after it).
+        observe: called after each transition of the step machine with (old state, new state, step after the
+            transition).
 
     Example:
         >>> machine = WorkerMachine(MemberId(1), Generation(1, 1))
