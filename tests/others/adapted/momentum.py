@@ -77,13 +77,14 @@ encoder = nn.Sequential(nn.Linear(6, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Line
 raw = Contrast(encoder, 8)
 model = DistributedDataParallel(raw)
 optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
+criterion = nn.CrossEntropyLoss()
 
 with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
     for step in s.steps(loader, epochs=EPOCHS):
         with step as (x, other):
             beat(step.number)
             scores = model(x, other)
-            loss = functional.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+            loss = criterion(scores, torch.zeros(len(scores), dtype=torch.long))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -76,6 +76,7 @@ encoder = nn.Sequential(nn.Linear(6, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Line
 raw = Contrast(encoder, 8)
 model = DistributedDataParallel(raw)
 optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
+criterion = nn.CrossEntropyLoss()
 
 number = 0
 for epoch in range(EPOCHS):
@@ -83,7 +84,7 @@ for epoch in range(EPOCHS):
     for x, other in loader:
         beat(number)
         scores = model(x, other)
-        loss = functional.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+        loss = criterion(scores, torch.zeros(len(scores), dtype=torch.long))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
