@@ -72,3 +72,15 @@ def test_a_tensor_that_the_block_puts_in_its_place_is_taken_out_again(numel: int
     module.held = torch.ones(numel)
     start.put_back()
     assert module.held is held and float(held[0]) == 0
+
+
+def test_memory_that_is_exchanged_twice_is_seen() -> None:
+    """The second exchange may return to the address of the first memory, and torch counts none of them as a write."""
+    module = Holder(SMALL_NUMEL + 1)
+    before, start = copies_of(module)
+    for step in range(4):
+        before.take()
+        start.take()
+        assert value(before) == value(start) == 2 * step
+        for _ in range(2):
+            module.held.data = module.held.data + 1

@@ -209,6 +209,21 @@ def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
     return local_of(tensor).data_ptr(), writes_of(tensor)
 
 
+class Mark:
+    """A mark of the memory and write count of a tensor, which shows whether the tensor may have changed since.
+
+    The mark holds the memory. So no other tensor gets this address, and ``tensor.data = other`` is always seen.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._memory = local_of(tensor)
+        self._writes = writes_of(tensor)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor still has this memory, and torch has counted no write since."""
+        return local_of(tensor).data_ptr() == self._memory.data_ptr() and writes_of(tensor) == self._writes
+
+
 def parts_of(tensor: torch.Tensor, name: str) -> list[LocalPart]:
     """Return the regions of ``tensor`` that this rank holds; none if the rank is outside of the tensor's mesh.
 

@@ -16,20 +16,18 @@ from typing import NamedTuple
 import torch
 
 from holdfast.frameworks.torch import private_api
-from holdfast.frameworks.torch.state.boxes import mark_of
+from holdfast.frameworks.torch.state.boxes import Mark
 from holdfast.frameworks.torch.state.parameter_names import BufferSlot
 
 SMALL_NUMEL = 65536
 """Largest buffer, in elements, that is copied at each step."""
-UNCOUNTED = (0, -1)
-"""The mark of a small buffer, which is copied at each step."""
 
 
 class _Kept(NamedTuple):
-    """A buffer of the model, its mark (``mark_of``) when it was copied, and the copy."""
+    """A buffer of the model, its mark when it was copied (None: a small one, copied at each step), and the copy."""
 
     live: torch.Tensor
-    mark: tuple[int, int]
+    mark: Mark | None
     copy: torch.Tensor
 
 
@@ -58,26 +56,26 @@ class BufferCopies:
                 if live is None:
                     continue
                 kept = self._kept.get(slot.fqn)
-                if kept is not None and kept.live is live and kept.mark == UNCOUNTED:
+                if kept is not None and kept.live is live and kept.mark is None:
                     sources.append(live)
                     copies.append(kept.copy)
                 elif live.numel() <= SMALL_NUMEL:
-                    self._kept[slot.fqn] = _Kept(live, UNCOUNTED, live.detach().clone())
-                elif kept is None or kept.live is not live or kept.mark != mark_of(live):
+                    self._kept[slot.fqn] = _Kept(live, None, live.detach().clone())
+                elif not _is_of(kept, live):
                     self._kept[slot.fqn] = self._of_large(slot.fqn, live)
             if copies:
                 private_api.copy_many(copies, sources)
 
     def _of_large(self, fqn: str, live: torch.Tensor) -> _Kept:
         """Return a copy of a large buffer that was written since the last copy."""
-        mark, kept = mark_of(live), self._kept.get(fqn)
+        kept = self._kept.get(fqn)
         theirs = self._other._kept.get(fqn) if self._other is not None else None
-        if theirs is not None and theirs.live is live and theirs.mark == mark:
+        if theirs is not None and _is_of(theirs, live):
             return theirs
         if kept is None or kept.live is not live or (theirs is not None and theirs.copy is kept.copy):
-            return _Kept(live, mark, live.detach().clone())
+            return _Kept(live, Mark(live), live.detach().clone())
         kept.copy.copy_(live)
-        return kept._replace(mark=mark)
+        return kept._replace(mark=Mark(live))
 
     def by_name(self) -> Mapping[str, torch.Tensor]:
         """Return the copies by the names of the buffers."""
@@ -91,5 +89,10 @@ class BufferCopies:
                 if kept is not None:
                     slot.module._buffers[slot.key] = kept.live
                     kept.live.copy_(kept.copy)
-                    if kept.mark != UNCOUNTED:
-                        self._kept[slot.fqn] = kept._replace(mark=mark_of(kept.live))
+                    if kept.mark is not None:
+                        self._kept[slot.fqn] = kept._replace(mark=Mark(kept.live))
+
+
+def _is_of(kept: _Kept | None, live: torch.Tensor) -> bool:
+    """Return True if ``kept`` is a copy of a large buffer as it is now."""
+    return kept is not None and kept.live is live and kept.mark is not None and kept.mark.fits(live)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from holdfast.frameworks.torch.state.boxes import local_of, mark_of
+from holdfast.frameworks.torch.state.boxes import Mark, local_of
 from holdfast.frameworks.torch.state.optimizer_state import Undo, parameters_of
 from holdfast.frameworks.torch.state.state import TorchState
 
@@ -66,7 +66,7 @@ class _Held(NamedTuple):
 class UntrainedWeights:
     """Copies of untrained tensors that may change (kept in ``undo``), and marks of the other untrained tensors.
 
-    A mark is a tensor's address and torch's count of its writes.
+    A mark holds a tensor's memory and torch's count of its writes.
     """
 
     def __init__(self, state: TorchState, undo: Undo) -> None:
@@ -76,7 +76,7 @@ class UntrainedWeights:
         self._stood: Counter[tuple[str, str]] = Counter()  # by path: number of votes without a change
         self._kept: list[_Held] = []  # tensors copied for this block
         # Address and write count of the other tensors at the start of the block.
-        self._marks: list[tuple[_Held, tuple[int, int]]] = []
+        self._marks: list[tuple[_Held, Mark]] = []
         self._told = False
 
     def take(self) -> None:
@@ -99,7 +99,7 @@ class UntrainedWeights:
                 self._undo.keep(held.tensor)
                 self._kept.append(held)
             else:
-                self._marks.append((held, mark_of(held.tensor)))
+                self._marks.append((held, Mark(held.tensor)))
 
     def _trained(self, trained: set[int]) -> Iterator[torch.Tensor]:
         for parameter in self._state.names.parameters.values():
@@ -134,7 +134,7 @@ class UntrainedWeights:
             else:
                 self._moves.add(held.path)
         self._moves |= {
-            held.path for held, mark in self._marks if held.is_replaced or mark_of(held.tensor) != mark
+            held.path for held, mark in self._marks if held.is_replaced or not mark.fits(held.tensor)
         }
 
     def put_back(self) -> None:
@@ -146,7 +146,7 @@ class UntrainedWeights:
             if held.is_replaced:
                 self._moves.add(held.path)
                 held.put_back()
-        changed = [held.path for held, mark in self._marks if mark_of(held.tensor) != mark]
+        changed = [held.path for held, mark in self._marks if not mark.fits(held.tensor)]
         self._moves |= set(changed)
         if changed and not self._told:
             self._told = True
