@@ -9,7 +9,7 @@ Tree::
     │   │   └── FrameworkError      an installed framework cannot be loaded (an ImportError, too)
     │   ├── DataError               a loader gives another batch than before at the same position
     │   ├── StateError              an object in the state cannot be saved or restored
-    │   ├── StepError               the step protocol was misused (two updates without a name, ...)
+    │   ├── StepError               the step protocol was misused (two unnamed updates in one block, ...)
     │   │   └── ImpureBlockError    a block computes another result when it runs again
     │   ├── NonFiniteError          gradients hold inf or nan, and the session was asked to stop then
     │   ├── EmptyLoaderError        the loader yields no batch
@@ -24,7 +24,7 @@ Tree::
     ├── ProtocolError               a frame or message that breaks the protocol
     │   └── AuthError               the token handshake failed
     ├── StoreError                  checkpoint files
-    │   ├── CheckpointInvalid       torn, flipped, incomplete or foreign files
+    │   ├── CheckpointInvalid       files that are incomplete, or have wrong bytes, or belong to another save
     │   ├── CheckpointMismatch      valid files of another model: names, shapes, dtypes
     │   ├── NothingToResume         a checkpoint was asked for and none is valid
     │   ├── StoreUnreachable        a store that cannot be asked (network, credentials): nothing is known of its files
@@ -118,7 +118,7 @@ class NonFiniteError(UserError):
 
 
 class StepError(UserError):
-    """The error for a misuse of the step protocol, such as two updates without a name."""
+    """The error for a misuse of the step protocol, such as two unnamed updates in one block."""
 
 
 class ImpureBlockError(StepError):

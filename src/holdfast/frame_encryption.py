@@ -128,7 +128,7 @@ class DecryptedBatch:
         self._stream.update_into(part, part)
 
     def fits(self, tag: bytes) -> bool:
-        """Return True if ``tag`` proves that the other end sent this batch. Call this method after the last bytes."""
+        """Return True if ``tag`` proves that the other end sent these bytes. Call this method after the last bytes."""
         from cryptography.exceptions import InvalidTag
 
         try:

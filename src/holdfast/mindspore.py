@@ -1,4 +1,4 @@
-"""The interface for MindSpore: ``train`` instead of ``model.train``, a callback for it, or a session for your own loop.
+"""The interface for MindSpore: ``train`` in place of ``model.train``, or a callback, or a session for your own loop.
 
     import holdfast.mindspore
     holdfast.mindspore.train(model, 5, dataset, callbacks=[...], checkpoint="ckpts/")

@@ -97,7 +97,7 @@ def same(one: bytes, other: bytes) -> bool:
 
 
 class SealedBatch(Protocol):
-    """The batch of raw bytes that this end sends, in order, with the tag that follows it."""
+    """The sender's object for one batch of raw bytes. It seals the bytes in order, and computes the batch's tag."""
 
     def seal(self, part: memoryview) -> bytes | memoryview:
         """Return the next bytes of the batch in the form in which they are sent."""
@@ -107,13 +107,13 @@ class SealedBatch(Protocol):
 
 
 class OpenedBatch(Protocol):
-    """The batch of raw bytes that the other end sends, in order, with the tag that follows it."""
+    """The receiver's object for one batch of raw bytes. It opens the bytes in order, and checks the batch's tag."""
 
     def open(self, part: memoryview) -> None:
         """Convert the next received bytes back into the bytes that the other end sealed, in place."""
 
     def fits(self, tag: bytes) -> bool:
-        """Return True if ``tag`` proves that the other end sent this batch. Call this method after the last bytes."""
+        """Return True if ``tag`` proves that the other end sent these bytes. Call this method after the last bytes."""
 
 
 class DirectionSeal(Protocol):

@@ -134,7 +134,7 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool)
 def cli() -> None:
     """Keeps distributed training jobs alive: no committed step lost, the same bits at the end.
 
-    Start with `holdfast drill`, then replace `torchrun` by `holdfast run`. Of one command: holdfast help COMMAND.
+    Start with `holdfast drill`, then replace `torchrun` by `holdfast run`. Help for one command: holdfast help COMMAND.
     """
 
 

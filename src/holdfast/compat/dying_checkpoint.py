@@ -133,14 +133,17 @@ class LeaveOrder(TtpMessage, frozen=True):
 
 
 class Lost(TtpMessage, frozen=True):
-    """Event, never sent: the connection to a rank has ended."""
+    """Event inside the controller's process, not a message of a rank: the connection to a rank has ended."""
 
     rank: int
     what: str
 
 
 class Timer(TtpMessage, frozen=True):
-    """Event, never sent: the delay of the :class:`After` command with this number has passed."""
+    """Event inside the controller's process, not a message of a rank: the delay of an :class:`After` has passed.
+
+    ``number`` is the number of that command.
+    """
 
     number: int
 

@@ -105,7 +105,10 @@ class _Context:
 
 
 def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return ``OnRequestExit.on_train_step_begin``, extended so that each rank also sees requests to other ranks."""
+    """Return ``OnRequestExit.on_train_step_begin``, extended so that all ranks see an exit request to any rank.
+
+    All ranks then read the sum of the exit requests after every step.
+    """
 
     def on_train_step_begin(self: Any, run_context: Any) -> None:
         original(self, run_context)

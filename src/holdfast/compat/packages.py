@@ -1,4 +1,4 @@
-"""The packages ``mindio_ttp`` and ``taskd`` as files: functions that write and remove them in site-packages."""
+"""The files of the packages ``mindio_ttp`` and ``taskd`` in site-packages: functions that write and remove them."""
 
 from __future__ import annotations
 

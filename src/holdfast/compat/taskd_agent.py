@@ -53,7 +53,8 @@ def start_taskd_agent() -> None:
     """Start all workers, and start all of them again whenever one fails. Return when all have ended without an error.
 
     Raises:
-        UsageError: msrun did not register the needed functions, or ``HOLDFAST_TASKD_MAX_RESTARTS`` is no number.
+        UsageError: msrun did not register its functions to start, kill and monitor workers (:func:`register_func`).
+            Or ``HOLDFAST_TASKD_MAX_RESTARTS`` is no number.
         SystemExit: a worker failed after the last permitted restart.
     """
     missing = [name for name in NAMES if name not in _functions]

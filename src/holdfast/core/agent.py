@@ -120,8 +120,8 @@ The hello goes to a new controller, or to a controller whose connection was lost
 REPEATED = tuple(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited))
 """Kinds of messages of which a worker repeats its last one after its hello to the next agent.
 
-That message may have been lost with the previous agent. Answers to an order in force are left out: after the hello the
-order is repeated.
+That message may have been lost with the previous agent. Answers to orders are left out: the controller repeats an order
+after the hello.
 """
 LEAVE_TIMER = "leave"
 UPWARD = (

@@ -1,11 +1,13 @@
 """The jobs that one agent knows of while the agents meet, and the time to found a new job.
 
-Theory. An agent *belongs* to a job if it knows the electorate of the job. An agent is *near* a job while it is
-connected to an agent that belongs to the job: the leader of the job will let it join. An agent founds no job in two
-cases: while it is near a job itself, and while a connected agent is near one. Each agent sends the names of the job
-that it belongs to and of the job that it is near. It does not pass on a job that only other agents are near. So the
-name of a job is forgotten everywhere once no agent belongs to the job. The hosts of a job that has ended can then found
-the next one.
+Theory. The agents of a run connect to each other at its start (they *meet*). One of them then *founds* the job: all
+agents that are connected at that time become the first voters. An agent *belongs* to a job if it knows the electorate
+of the job. An agent is *near* a job while it is connected to an agent that belongs to the job. The leader of that job
+will let the near agent join. An agent founds no job in two cases: while it is near a job itself, and while a connected
+agent is near a job. For this rule each agent sends two names to all connected agents: of the job that it belongs to,
+and of the job that it is near. An agent that is not near a job does not send the name of a job that only other agents
+are near. So the name of a job is forgotten everywhere once no agent belongs to the job. The hosts of a job that has
+ended can then found the next job.
 
 Invariants:
 1. The name of a job comes from an agent that belongs to the job and is connected.

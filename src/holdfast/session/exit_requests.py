@@ -105,8 +105,9 @@ class ExitWatch:
         """Install the signal handlers (only if this is the main thread), and start the watching thread.
 
         Args:
-            known: rank-local values of the loaded state, with the result of :meth:`record`. Empty: it is not known
-                which version was answered, so the present one is ignored. None: no version was answered yet.
+            known: rank-local values of the loaded state, with the record of the exit-file version that was answered
+                last (:meth:`record`). Without this record the present version of the file is ignored. None: no state
+                was loaded, and no version was answered yet.
             say: logs the line about an ignored request.
         """
         self._answered = None if known is None else known.get(RECORD)

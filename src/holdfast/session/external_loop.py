@@ -20,7 +20,7 @@ def steps_of_framework(session: Session, loader: Any = None) -> Iterator[Step]:
     loop without steps, which puts the code between two loops.
 
     Args:
-        loader: the source of the framework's batches; None: the framework draws them itself.
+        loader: the loader from which the framework gets its batches; None: the framework draws batches itself.
     """
     session.takes_loops()
     for step in session.steps(until=0):

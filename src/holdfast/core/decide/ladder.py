@@ -429,7 +429,10 @@ class Ladder(msgspec.Struct, frozen=True):
 
 
 def _completed(named: Sequence[str]) -> tuple[str, ...]:
-    """Return the rungs ``named``, with ``grow`` (more ranks), ``begin`` (from nothing) and the last resorts."""
+    """Return the names of the rungs of a ladder: ``named``, and the rungs that every ladder has.
+
+    Those are ``grow`` (more ranks), ``begin`` (from nothing) and ``LAST_RESORTS`` (restarts of all ranks).
+    """
     rest = [name for name in named if name not in ("grow", "begin")]
     place = rest.index("retry") + 1 if "retry" in rest else 0
     return tuple(dict.fromkeys(("grow", *rest[:place], "begin", *rest[place:], *LAST_RESORTS)))

@@ -23,6 +23,8 @@ Line = TypeVar("Line", bound=Hashable)
 class AgentLines(Generic[Line]):
     """The connections of the agents to one controller. ``Line`` is the caller's type of a connection.
 
+    The order of opening counts, not the order of the hellos: a late hello on an older connection is refused.
+
     Example:
         >>> lines = AgentLines[str]()
         >>> lines.opened("first")

@@ -10,7 +10,7 @@ Invariants:
 1. A fault of the script counts against no node: an exception, an exit code, a hang in the script's own code, or the
    same death at the same step on another node.
 2. All deaths on one node in one generation are one fault: they have one cause.
-3. A failing node is left out only if the other nodes can hold as many ranks without it as with it.
+3. A failing node is left out only if the job then still has as many ranks as it would have with this node.
 4. A node stays failing for a whole window after the fault that made it failing, or until a user takes it back.
 """
 
@@ -57,7 +57,8 @@ def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
     Args:
         fault: the fault.
         signal: number of the signal that ended the process; None: no signal did.
-        without_page: the process was lost with its node, and the loss of the node is counted separately.
+        without_page: the status page of the process is gone, because its whole node was lost. The loss of a node counts
+            separately.
     """
     if fault.follows or without_page or not fault.sure:
         return ""

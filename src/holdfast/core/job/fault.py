@@ -48,7 +48,10 @@ LEFT_FOR_RESTART = "left for a restart"
 
 
 def reach(times: dict[P, float], phase: P, at_s: float) -> None:
-    """Record the time at which a recovery reached ``phase``. Only the times of restored and resumed change later."""
+    """Record the time at which a recovery reached ``phase``.
+
+    For the phases ``restored`` and ``resumed`` the newest call counts, for all other phases the first call.
+    """
     if phase in UNTIL_WHOLE:
         times[phase] = at_s
     else:

@@ -31,8 +31,10 @@ class LeavingFacts(msgspec.Struct, frozen=True, kw_only=True):
         fits: the remaining nodes have room for all ranks.
         fits_fewer: the remaining nodes have room for fewer ranks only, and fewer ranks are allowed.
         holds_ranks: the node has ranks.
-        prepared: the processes that will take the ranks are built, or cannot be built.
-        only_ranks: the node is left out: its ranks move if that costs the job nothing, and the node stays in the job.
+        prepared: the move need not wait for new processes any longer: they are built, or cannot be built, or the time
+            limit is over.
+        only_ranks: the node does not leave, but had too many faults and is left out. Its ranks move only if all ranks
+            have room on other nodes. Its agent stays in the job.
     """
 
     left_s: float | None

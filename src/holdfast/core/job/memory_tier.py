@@ -51,9 +51,9 @@ def kept_by(
 def replayed(
     decided: Decision, members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> bool:
-    """Return True if the lost ranks can be replaced at the decided step, and at least one of them only with its log.
+    """Return True if lost ranks can be replaced at the decided step, and at least one needs its gradient log for that.
 
-    Every lost rank must have left a state of that step, or a log of updates that leads to the step.
+    A lost rank can be replaced if it has left a kept state of that step, or a gradient log that leads to the step.
     """
     if decided.step is None or not decided.sources:
         return False

@@ -3,18 +3,18 @@
 Theory. A graceful exit is a flag in the vote, so the request has to reach only one rank. The controller still sends the
 request to all ranks, keeps it across recoveries, and enforces the deadline. The agent that forwarded the request
 repeats it to the next controller, because the first one may die before it has read the request. A session that is done
-waits for its Release: while one rank still works, any other rank may be needed to recover it. After the Release the
-script may run a final evaluation or an export. If one rank fails in that code, all ranks run it again: their sessions
-start at the last step and have no steps left.
+waits for the order ``Release``: while one rank still works, any other rank may be needed to recover it. After
+``Release`` the script may run a final evaluation or an export. If one rank fails in that code, all ranks run it again:
+their sessions start at the last step and have no steps left.
 
 Invariants:
-1. Release is sent only when every rank of the generation has finished.
+1. ``Release`` is sent only when every rank of the generation has finished.
 2. A run that was asked to exit ends with the exit code REQUEUE (start the job again) only if a checkpoint of its last
    step is sealed.
 3. A rank that is lost after the request is not replaced if the other ranks hold its state: they save that state and
    leave.
-4. A process that dies after the Release is a fault if a checkpoint of the last step is sealed: all ranks restart from
-   it.
+4. A process that dies after ``Release`` is a fault if a checkpoint of the last step is sealed: all ranks restart from
+   this checkpoint.
 5. Once the run is being ended (``stopping`` is set), every death is expected, and no process is started.
 6. A leader that hears no majority of the voters takes no request and ends nothing: the request waits for a majority, or
    for the next leader, to which the agents repeat it.
@@ -137,7 +137,7 @@ class Shutdown:
         self.job.finished(message.step, sealed=message.sealed)
 
     def release(self) -> None:
-        """Send the Release to all ranks if all have finished."""
+        """Send ``Release`` (the session may end) to all ranks, if all ranks have finished."""
         job, members = self.job, self.job.roster.members
         if job.released or len(members) < job.world_size:
             return
@@ -149,7 +149,11 @@ class Shutdown:
             self.remind(member)
 
     def remind(self, member: Member) -> None:
-        """Repeat the Release or exit order in force to a member that has reconnected or just opened its session."""
+        """Send the message about the end again to a member that has reconnected or just opened its session.
+
+        The message is :class:`Release` if the member may end. It is the exit order if an exit was requested. Otherwise
+        nothing is sent.
+        """
         job, who = self.job, member.member_id
         if job.released or member.may_end:
             job.send(member, Release(member_id=who, generation=job.generation))

@@ -173,7 +173,7 @@ class OrderBook:
             self._look = "due"
 
     def saw_weights(self, trained: bool) -> None:
-        """Record whether the last check found the trained weights in the model."""
+        """Record the answer to ``LookAtWeights``. ``trained``: the model holds the trained weights, not averages."""
         if self._look == "asked":
             self._look = "trained" if trained else "other"
 

@@ -106,7 +106,10 @@ class GroupsBuilt(Message, frozen=True):
 
 
 class AnswerFence(Command, frozen=True):
-    """Command to send ``answer`` to a fence, after adding the facts that only the shell knows (kept steps, a time)."""
+    """Command to send ``answer`` to a fence. The shell first adds the facts that only the shell knows.
+
+    These are for example the steps of the kept states.
+    """
 
     answer: Settled
 

@@ -1,5 +1,5 @@
 """The code that all frameworks share.
 
-It holds the protocol of an ``adapter``, the user's own state, trees of values, NumPy state, and a TCP process group for
-frameworks whose own group cannot be rebuilt.
+The package has code for the protocol of an ``adapter``, for the user's own state, for trees of values and for NumPy
+state. It also has a TCP process group, for frameworks whose own group cannot be rebuilt.
 """

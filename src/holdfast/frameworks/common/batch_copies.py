@@ -1,9 +1,9 @@
 """Copies of a batch's containers, so that a block that changes a container does not change the next copy.
 
-Theory. A batch is a tree: containers (dict, list, tuple, named tuple, dataclass, any mutable mapping, and subclasses of
-them) over leaves. :func:`rebuilt` makes the containers again and asks the caller for the object that replaces each
-leaf. A container in which nothing can change is not copied. The *place* of a leaf is its path: its index in each
-container from the root to the leaf.
+Theory. A batch is a tree. Its inner nodes are containers: dict, list, tuple, named tuple, dataclass, any mutable
+mapping, and subclasses of these. Every other object is a leaf. :func:`rebuilt` makes the containers again and asks the
+caller for the object that replaces each leaf. A container in which nothing can change is not copied. The *place* of a
+leaf is its path: its index in each container from the root to the leaf.
 
 Invariants:
 1. The copy has the types of the original, and the attributes that its containers have beside their items.
@@ -40,7 +40,8 @@ def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) ->
     """Return a copy of ``value`` with new containers. A container in which nothing can change is not copied.
 
     Args:
-        leaf: called for every object that is no container, with the object and its place. It returns the replacement.
+        leaf: called for every object that is no container, with the object and its place (the path to the object in
+            the batch). It returns the object that replaces this one in the copy.
         place: indices that lead from the root of the batch to ``value``.
     """
     if is_constant(value):

@@ -32,7 +32,7 @@ NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
 
 
 def no_leaf(value: Any, path: str) -> Plain:
-    """Return None: no object is a tensor. Give this function as ``leaf`` to :func:`split` for trees without tensors."""
+    """Return None: ``value`` is no tensor. Give this function to :func:`split` as ``leaf`` if a tree has no tensors."""
     return None
 
 
@@ -41,6 +41,7 @@ def split(value: Any, path: str, leaf: Leaf = no_leaf) -> Plain:
 
     Args:
         path: key path of ``value``, for errors and for ``leaf``.
+        leaf: called with each object and its key path; returns the replacement of a tensor, None for other objects.
 
     Raises:
         StateError: an object cannot be saved; the error names its key path and type.
@@ -105,7 +106,8 @@ def join(value: Plain, fetch: Fetch, path: str = "values") -> Any:
     """Return the original tree, with its tensors, from the result of :func:`split`.
 
     Args:
-        fetch: returns the tensor for the value with which ``leaf`` replaced it.
+        fetch: called with each value that the function ``leaf`` of :func:`split` put in place of a tensor; returns the
+            tensor.
         path: key path of ``value``, for errors.
 
     Raises:

@@ -481,7 +481,7 @@ class _Flow:
                     self._check()
 
     def _check(self) -> None:
-        """Continue after a complete vector or a complete tag: expect the tag of the vector, or check the tag.
+        """Continue after a complete vector: its tag (a MAC) is received next. After a complete tag, check the tag.
 
         Raises:
             OSError: the tag does not fit the vector.
@@ -505,9 +505,9 @@ class _Flow:
 
 
 def _sent(line: _PeerLine, parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes to send: ``parts`` themselves, or their sealed pieces and a tag.
+    """Yield the bytes to send: ``parts`` unchanged, or ``parts`` sealed, and then the tag (a MAC) of all of them.
 
-    A piece is sealed only when the caller fetches it.
+    Bytes are sealed only when the caller fetches them.
     """
     if line.plain:
         yield from parts

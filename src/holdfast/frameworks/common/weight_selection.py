@@ -128,7 +128,10 @@ def tensors_of(values: Mapping[str, Plain]) -> set[str]:
 
 
 def _is_of_another(name: str, names: Collection[str]) -> bool:
-    """Return True if the name begins with the name of a tensor, so that it names optimizer state of that parameter."""
+    """Return True if ``name`` is a name of ``names``, a dot and more, for example ``fc.weight.exp_avg``.
+
+    ``name`` then belongs to optimizer state of the parameter ``fc.weight``.
+    """
     parts = name.split(".")
     return any(".".join(parts[:count]) in names for count in range(1, len(parts)))
 

@@ -269,10 +269,11 @@ def _functions(dataset: Any) -> str:
 
 
 def _refuse_autotune(dataset: Any) -> None:
-    """Refuse random augmentations with autotune switched on.
+    """Refuse a pipeline with a random augmentation while MindSpore's autotune is on.
 
     Raises:
-        UnsupportedError: autotune changes the number of an augmentation's workers, and so its random numbers.
+        UnsupportedError: autotune changes the number of threads that run an augmentation. The random numbers depend
+            on this number.
     """
     names = [type(each).__name__ for each in _operations(dataset)]
     drawn = next((name for name in names if name.startswith(AUGMENTS)), None)

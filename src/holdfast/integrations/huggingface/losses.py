@@ -64,15 +64,18 @@ class ReportedLosses:
             total += loss if usable else total / steps
 
     def reported(self) -> dict[str, Any]:
-        """Return the values of a position that are equal on all ranks: total loss, step of the last log, first step."""
+        """Return the values to save that are equal on all ranks: total loss, step of the last log, first step."""
         return {name: getattr(self._trainer, name) for name in SAME_ON_ALL_RANKS}
 
     def own(self) -> dict[str, Any]:
-        """Return the values of a position that only this rank has: sum of losses, number of float operations."""
+        """Return the values to save that only this rank has: sum of losses, number of float operations."""
         return {"loss": self._trainer._tr_loss.item(), "flos": self._trainer.current_flos}
 
     def go_on(self, reported: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Restore the values that :meth:`reported` and :meth:`own` returned at the job's position."""
+        """Set the Trainer's values to ``reported`` and ``own``, which :meth:`reported` and :meth:`own` returned.
+
+        They were saved for the step at which the job continues.
+        """
         trainer = self._trainer
         vars(trainer).update(reported)
         # If both are equal, the sums of this rank were logged and reset at this step.

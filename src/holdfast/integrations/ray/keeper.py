@@ -61,7 +61,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class KeptPlace:
-    """A private directory with the files through which an actor and a keeper find each other."""
+    """A private directory with the files by which a Ray actor and the keeper of its node's launcher find each other."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,7 +1,7 @@
 """A training function as a name that every node can resolve: module, name in the module, and directory of the module.
 
-The ranks are processes of Holdfast, and unpickle nothing. So a function is sent to them by its name, as to spawned
-processes of :mod:`multiprocessing`, and its argument as plain values.
+The ranks are processes of Holdfast, and unpickle nothing. So they receive only the name of the function and import the
+function, as spawned processes of :mod:`multiprocessing` do. The argument of the function is sent as plain values.
 """
 
 from __future__ import annotations

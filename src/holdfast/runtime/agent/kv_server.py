@@ -70,7 +70,10 @@ class _KvPlace(msgspec.Struct, frozen=True, tag="place"):
 
 
 class _Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """A log record of the reply to a change, written when the log is replaced by a shorter one."""
+    """A log record: the reply to a member's request to change the store.
+
+    It is written when the log is replaced by a shorter one, because the member may send the request again.
+    """
 
     who: MemberId
     reply: KvReply

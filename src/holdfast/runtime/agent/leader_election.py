@@ -214,9 +214,10 @@ class LeaderElection:
     async def _form(self, peers: Peers) -> None:
         """Wait until this agent belongs to a job.
 
-        The agent at the first contact founds the job when enough agents are connected. An agent belongs to a job as
-        soon as it has an electorate. If this agent has no electorate within ``join_s`` seconds, post ``NotJoined``: too
-        few agents have met, or the job of the other agents has no leader.
+        The agent at the first contact (the address that all agents dial first) founds the job when enough agents are
+        connected: it names the first voters. An agent belongs to a job as soon as it has an electorate. If this agent
+        has no electorate within ``join_s`` seconds, post ``NotJoined``: too few agents have met, or the job of the
+        other agents has no leader.
         """
         settings, meeting = self._settings, peers.meeting
         elsewhere, until_s = "", time.monotonic() + settings.join_s

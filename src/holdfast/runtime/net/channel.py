@@ -368,7 +368,7 @@ class BlockingChannel(Generic[M]):
         return message
 
     def receive_batch(self, goals: Sequence[memoryview], timeout_s: float) -> None:
-        """Fill the buffers ``goals``, in order, with the raw bytes that follow on the connection. Verify their tag.
+        """Fill the buffers ``goals``, in order, with the next raw bytes of the connection. Verify the tag after them.
 
         Raises:
             TimeoutError: no bytes arrived for ``timeout_s`` seconds.

@@ -273,7 +273,7 @@ class ObjectWatch:
 
 
 class KubernetesNode:
-    """The source of notices in the Node of this process: taints, a cordon, its deletion, and bad conditions."""
+    """The notices about the Kubernetes Node of this process: taints, a cordon, its deletion, and bad conditions."""
 
     name, period_s = "kubernetes node", 1.0
 
@@ -297,7 +297,7 @@ class KubernetesNode:
 
 
 class KubernetesPod:
-    """The source of notices in the Pod of this process: its deletion, with a deadline, and its disruption."""
+    """The notices about the Pod of this process: its deletion, with a deadline, and its disruption."""
 
     name, period_s = "kubernetes pod", 1.0
 
@@ -314,7 +314,7 @@ class KubernetesPod:
 
 
 def kubernetes_sources(environment: Mapping[str, str]) -> list[KubernetesNode | KubernetesPod]:
-    """Return the sources for the Node and the Pod of this process; none outside of a pod.
+    """Return the notice sources for the Node and the Pod of this process; empty outside of a pod.
 
     Both sources share one watch of the Pod.
     """

@@ -87,7 +87,7 @@ async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "G
 
 
 class Aws:
-    """The source for spot instances of EC2, with a warning time of two minutes. It uses session tokens (IMDSv2)."""
+    """The notices about a spot instance of EC2, two minutes before its end. Requests use session tokens (IMDSv2)."""
 
     name, period_s = "aws", 5.0
 
@@ -111,7 +111,7 @@ class Aws:
 
 
 class Gcp:
-    """The source for spot and preemptible machines of Google Cloud, and for maintenance that ends a machine.
+    """The notices about a spot or preemptible machine of Google Cloud, and about maintenance that ends a machine.
 
     The warning time is 30 s, or 60 s before maintenance.
     """
@@ -145,7 +145,7 @@ class Gcp:
 
 
 class Azure:
-    """The source for scheduled events of Azure: 30 s of warning for a spot machine, minutes for other machines."""
+    """The notices about scheduled events of Azure: 30 s before the end of a spot machine, minutes before other ends."""
 
     name, period_s = "azure", 2.0
 
@@ -163,7 +163,7 @@ class Azure:
 
 
 class SlurmEnd:
-    """The source for the end of a Slurm job's time limit. It asks slurmctld only twice a minute.
+    """The notice about the end of a Slurm job's time limit. slurmctld is asked only twice a minute.
 
     The answer of slurmctld has precedence over ``SLURM_JOB_END_TIME``: not every version of Slurm sets this variable,
     and a time limit may be extended.
@@ -195,7 +195,7 @@ class SlurmEnd:
 
 
 class Slurm:
-    """The source for a node that Slurm drains. It asks slurmctld only twice a minute."""
+    """The notice that Slurm drains this node. slurmctld is asked only twice a minute."""
 
     name, period_s = "slurm", 30.0
 
@@ -225,10 +225,7 @@ async def scontrol(kind: str, name: str) -> str:
 
 
 class File:
-    """The source for a file of the user, which exists while the node is to leave.
-
-    ``users_word`` describes its content.
-    """
+    """The notice in a file that the user makes when the node is to leave. ``users_word`` describes its content."""
 
     period_s = 1.0
 
@@ -248,10 +245,7 @@ class File:
 
 
 class CommandNotices:
-    """The source for a command of the user.
-
-    The command prints nothing while the node stays. Otherwise it prints ``leave`` or a deadline.
-    """
+    """The notice that a command of the user prints: ``leave`` or a deadline; no output: the node stays."""
 
     period_s = 10.0
 
@@ -299,7 +293,7 @@ async def output_of(
 
 
 def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource]:
-    """Return the sources that ``spec``, the value of ``--notices``, names.
+    """Return the notice sources that ``spec``, the value of ``--notices``, names.
 
     ``auto`` means Slurm in a Slurm job, and Kubernetes in a pod that can send requests to the API server.
 

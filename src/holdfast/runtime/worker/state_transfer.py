@@ -1,11 +1,12 @@
 """The transfer of state between processes: survivors serve their boxes, a newcomer fetches those it needs.
 
 Theory. A box is a rectangle of a tensor. The layouts list, for each box of a newcomer, the ranks that hold an identical
-box. The newcomer cuts every box into pieces, and assigns each piece to the holder with the least load. It sends
-requests to all holders in parallel, with one connection and one thread each. Pieces travel in batches, from memory to
-memory. A tag follows each batch (``sealing.py``) and proves that the bytes are those that the holder has sent. If a tag
-does not match or a holder is lost, the newcomer requests the missing pieces from other holders. Nothing is written to
-disk. The sizes of buffers come from the layout, so no peer can make the newcomer allocate memory.
+box. The newcomer cuts every box into *pieces* (byte ranges), and assigns each piece to the holder with the least load.
+It sends requests to all holders in parallel, with one connection and one thread each. Pieces travel in batches of raw
+bytes, from memory to memory. An authentication tag follows each batch (``sealing.py``). It proves that the bytes are
+those that the holder has sent. If a tag does not match or a holder is lost, the newcomer requests the missing pieces
+from other holders. Nothing is written to disk. The sizes of buffers come from the layout, so no peer can make the
+newcomer allocate memory.
 
 Invariants:
 1. When :func:`fetch` returns, every byte of every buffer has arrived with a matching tag.
@@ -38,7 +39,7 @@ A = TypeVar("A")
 
 
 class AskPieces(msgspec.Struct, frozen=True, tag=True):
-    """A request for pieces of boxes, together at most ``PIECE_SIZE_BYTES`` bytes."""
+    """A request for pieces (byte ranges) of boxes, together at most ``PIECE_SIZE_BYTES`` bytes."""
 
     pieces: tuple[Extent, ...]
 
@@ -48,9 +49,10 @@ class AskValues(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """The answer to ``AskPieces``.
+    """The answer to ``AskPieces``. The requested bytes follow this message.
 
-    The raw bytes of the pieces follow this message, in the order of the request, and then their tag.
+    They are the raw bytes of the pieces (byte ranges of boxes), in the order of the request. One tag, which
+    authenticates all of them, comes last.
     """
 
 
@@ -165,7 +167,7 @@ def fetch(
 
 
 class _FetchedPart(msgspec.Struct):
-    """One piece of a wanted box."""
+    """One piece (byte range) of a wanted box."""
 
     wanted: Wanted
     piece: Extent

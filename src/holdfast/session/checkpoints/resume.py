@@ -294,8 +294,9 @@ class ResumeSearch:
         """Let rank 0 list the candidates, and return the same list on all ranks.
 
         Raises:
-            UsageError: rank 0 runs on the same host with another checkpoint directory, so that no checkpoint would ever
-                have the shares of all ranks. Or ``look``, which lists the candidates, has failed on rank 0.
+            UsageError: rank 0 runs on the host of this rank, but has another checkpoint directory than this rank. Then
+                no checkpoint would ever have the shares of all ranks. Or ``look``, which lists the candidates, has
+                failed on rank 0.
             NothingToResume: rank 0 has not sent the list within ``LIST_TIMEOUT_S``.
         """
         if self._adapter.world_size == 1:

@@ -4,7 +4,7 @@ Theory. If only the lost ranks are replaced, every survivor at the decided step 
 continues. The served state is that of the last committed step. State that an aborted block has changed is read from the
 copies that were made when the block began. A newcomer has built the same model alone. It fills its boxes from identical
 boxes of the survivors, and takes plain values from them. Its rank-local values come from the status page of the rank
-that it replaces. ``transfer_snapshot.py`` explains the role of code before the block of the step.
+that it replaces. ``transfer_snapshot.py`` explains which state is given if the script has code before the block.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class StateSource:
         )
 
     def check_kept(self, settle: Settle) -> None:
-        """In the task thread, check this rank's kept state, to which all ranks go back. Report the result."""
+        """Check this rank's kept state of the step to which all ranks go back (``settle.rewind``). Report the result.
+
+        Runs in the task thread.
+        """
         try:
             self._memory.verify(settle.rewind)
         except CheckpointInvalid as error:

@@ -1,16 +1,16 @@
 """The state that a survivor gives to newcomers, if the script runs code before the block of the step.
 
 Theory. When a rank is lost, some ranks may have run the code before the block (a step of a schedule, a recorded score)
-and others not. A newcomer that will run this code needs the state from before it. A newcomer that will not run the code
-needs the state from after it. The newcomer does not run the code under two conditions: the lost rank had begun the
-block, and the survivors give a state from after the code. A survivor that waits at its block has run the code, and
-gives such a state. A survivor that still runs the code, or has not got the step from its loop, gives the state from
-before the code.
+and others not. A newcomer that will run this code needs the state from before the code. A newcomer that will not run
+the code needs the state from after the code. A newcomer skips the code only if the lost rank had begun the block *and*
+the survivors give a state from after the code. A survivor that waits at its block has run the code, and gives the state
+from after the code. A survivor that still runs the code, or has not yet got the step from its loop, gives the state
+from before the code.
 
-The boxes of one newcomer come from several survivors. If the code changes state that was copied before it
-(``Adapter.remember``), these boxes could come from two different states. So a survivor that has run the code, and whose
-state the code has changed, does not give its state. All ranks then restart at this step from the state before the code,
-and run the code again.
+The boxes of one newcomer come from several survivors, so they could come from two different states. Every rank
+therefore copies the state that the code may change, before the code runs (``Adapter.remember``). A survivor that has
+run the code compares its state with the copies. If the code has changed the state, this survivor does not give its
+state. All ranks then restart at this step from the state before the code, and run the code again.
 """
 
 from __future__ import annotations

@@ -338,7 +338,10 @@ class Loops:
         return self._rank.script.unfinished and not self.place.get("left", False)
 
     def fall(self) -> None:
-        """Undo the record that the loop was left by ``break``: an exception of the script has ended the session."""
+        """Record that the script did not leave the open loop by ``break``, but by an exception that ends the session.
+
+        A later process of this rank then enters the loop again.
+        """
         if self._rank.script.unfinished:
             self.place["left"] = False
 
@@ -561,7 +564,7 @@ class Loops:
     def entered(self, step: int) -> bytes | None:
         """Record that the block of ``step`` has begun. Return rank-local values for the status page; None: unchanged.
 
-        These are ``Session.own``, attached objects, the loader's state and the digests of the batches.
+        The values are ``Session.own``, the values of attached objects, the loader's state and the digests of batches.
         """
         if self.local.get("begun") == step:  # its aborted run may have changed these values
             self.mine.go_back(self.local)
@@ -614,7 +617,7 @@ class Loops:
         return self._payload(self.local) if self.local else None
 
     def _note_counted(self) -> None:
-        """Record changes of attached objects by code after a committed block, because they belong to that step."""
+        """Record the changes that code after a committed block made to attached objects. They belong to that step."""
         attached = self.mine.attached()
         if attached and attached != self.local.get("attached"):
             self.local["attached"] = attached

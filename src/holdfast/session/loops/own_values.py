@@ -61,10 +61,12 @@ class OwnValues:
             _put(name, self._objects[name][1], self._waiting.pop(name)["values"])
 
     def entries(self, attached: Mapping[str, Any]) -> dict[str, Plain]:
-        """Return the rank-local entries ``own`` (a copy) and ``attached``. An entry without values is left out.
+        """Return a dict for the rank-local values: ``own`` (a copy of ``Session.own``) and ``attached``.
+
+        A key without values is left out.
 
         Args:
-            attached: the result of :meth:`attached`.
+            attached: the turns and values of the attached objects, from :meth:`attached`.
         """
         own: dict[str, Plain] = {} if self.own is None else {"own": copy.deepcopy(self.own)}
         return {**own, **({"attached": dict(attached)} if attached else {})}
@@ -78,7 +80,7 @@ class OwnValues:
         return {**now, **self._waiting}
 
     def go_back(self, entries: Mapping[str, Plain]) -> None:
-        """Take over saved ``entries`` (:meth:`entries`). Values are kept until their object is attached."""
+        """Take over the saved result of :meth:`entries`. Values wait here until the script attaches their object."""
         self.own = copy.deepcopy(entries.get("own"))
         attached: Any = entries.get("attached", {})
         turns = {name: turn for name, (turn, _) in self._objects.items()}

@@ -99,7 +99,8 @@ class Verifier:
                 read its state, so the call raises StateError on all ranks.
 
         Returns:
-            True if no copy differs. False if copies differ: the controller then has the digests, and sends an order.
+            True if no copy differs. False if copies differ. This rank has then sent the digests of its copies to the
+                controller, which orders a return to an earlier, compared state. The state must not be saved or given.
 
         Raises:
             PeerLost: the vote broke.

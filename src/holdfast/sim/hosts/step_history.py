@@ -37,7 +37,9 @@ class Trainer(Protocol):
 class Contribution(NamedTuple):
     """The gradients of one rank in one step.
 
-    ``applied`` is the number of updates that the rank's parameters then contained. It represents the gradients' values.
+    ``applied`` is the number of updates that the rank's parameters contained when the gradients were computed; None:
+    the parameters were then in the middle of a change. The simulation compares this number in place of the values of
+    the gradients.
     """
 
     rank: int
@@ -59,7 +61,7 @@ class StepHistory:
         Args:
             worker: the process of the rank.
             step: the step.
-            loss: the gradients of all ranks that the update has used. They represent the loss, which they determine.
+            loss: the gradients of all ranks that the update has used. They are compared in place of the loss.
             ranks: number of ranks of the job in this step.
 
         Raises:

@@ -327,7 +327,7 @@ def _axis(box: Box) -> int:
 
 
 def _steps(box: Box, size_bytes: int) -> tuple[int, int]:
-    """Return the size in bytes of the smallest piece into which a box is cut, and the number of these pieces."""
+    """Return the size in bytes of the smallest part into which a box may be cut, and the number of such parts."""
     per_row = size_bytes // (box.sizes[_axis(box)] if box.sizes else 1)
     step = -(-PART_SIZE_BYTES_MIN // per_row) * per_row
     return min(step, size_bytes), max(1, size_bytes // step)

@@ -48,7 +48,7 @@ def whole_cuts(dimensions: int) -> Cuts:
 def cut(length: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return (offset, size) of one part of a dimension of ``length`` elements.
 
-    ``steps`` are nested cuts (number of parts, index of the part), the outermost first.
+    Each step (number of parts, index of one part) cuts the part that the step before it gave.
     """
     offset, size = 0, length
     for parts, index in steps:

@@ -84,7 +84,10 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The checkpoint that a user named. If the user named a root, also the newer attempts that are not valid."""
+    """The checkpoint that a user named, or the newest valid checkpoint of the root that a user named.
+
+    ``passed_over``: the attempts of that root that are newer, but not valid.
+    """
 
     path: Place
     passed_over: tuple[Validity, ...] = ()

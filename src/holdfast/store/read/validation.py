@@ -437,7 +437,10 @@ def _each(directory: Attempt, function: Callable[[T], R], items: Sequence[T]) ->
 
 
 def _read_manifest(directory: Attempt, rank: int) -> tuple[tuple[RankManifest, str], list[str]]:
-    """Return the manifest of a rank with its digest, and lines about damage that its copy replaced."""
+    """Return the manifest of a rank with its digest, and error lines.
+
+    If the manifest's file is damaged or missing, the manifest is read from the copy of the file, and one line says so.
+    """
     damage: list[str] = []
     return _read_json(directory, form.rank_name(rank), form.decode_manifest, damage), damage
 

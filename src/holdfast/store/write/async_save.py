@@ -390,7 +390,7 @@ def _stage(
 
 
 class _Placed(NamedTuple):
-    """The pieces of a share in the order of its files, with their offsets in the pool, and the total size in bytes."""
+    """The boxes of a share in the order of its files, with their offsets in the pool, and the total size in bytes."""
 
     catalogue: Catalogue
     plan: SavePlan
@@ -408,10 +408,10 @@ class _Placed(NamedTuple):
 
 
 def _placed(catalogue: Catalogue, plan: SavePlan, rank: int) -> _Placed:
-    """Return the offsets of a share's pieces in the pool (the shared memory).
+    """Return the boxes of a share with their offsets in the pool (the shared memory).
 
-    The pieces are in the order of the files, and each file begins at a page, so that the disk can read directly
-    from the pool.
+    The boxes are in the order of the files. Each file begins at a page, so that the disk can read directly from the
+    pool.
     """
     items: list[WriteItem] = []
     parts: list[StagedPart] = []

@@ -41,7 +41,7 @@ Pin = Callable[[memoryview], Callable[[], None]]
 
 
 class StagedPart(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of a tensor, and the offset and size of its bytes in the pool (the shared memory)."""
+    """A box of a tensor that this rank writes, and the offset and size of its bytes in the pool (the shared memory)."""
 
     fqn: str
     part: Box
@@ -64,7 +64,7 @@ class SaveJob(msgspec.Struct, frozen=True):
     threads: int
 
     def items(self) -> tuple[WriteItem, ...]:
-        """Return the share of this rank as items of a save plan. Each piece is stored as a separate box."""
+        """Return the share of this rank as items of a save plan, one item for each of ``parts``."""
         return tuple(WriteItem(p.fqn, p.part, p.part) for p in self.parts)
 
 
@@ -218,7 +218,10 @@ class PoolReader:
         return job
 
     def source(self, job: SaveJob, wait: Wait) -> StagedSource:
-        """Return the source of the tensor bytes of ``job``. The source calls ``wait`` before it returns bytes."""
+        """Return an object that reads the tensor bytes of the save ``job`` from the pool (the shared memory).
+
+        The object calls ``wait`` before it returns bytes that the worker may still be copying.
+        """
         assert self._map is not None
         return StagedSource(memoryview(self._map), {(p.fqn, p.part): p for p in job.parts}, wait)
 
@@ -230,7 +233,7 @@ class PoolReader:
 
 
 class StagedSource:
-    """The pieces of tensors in the pool, as a ``TensorSource``. A read waits for bytes that have not arrived."""
+    """The tensor bytes in the pool, as a ``TensorSource``. A read waits for bytes that have not arrived."""
 
     def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart], wait: Wait) -> None:
         self._pool = pool
@@ -238,12 +241,12 @@ class StagedSource:
         self._wait = wait
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of one piece in the pool."""
+        """Return the bytes of one box in the pool."""
         part = self._parts[fqn, box]
         return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
-        """Return the bytes of several pieces as one range of the pool; None if the pieces are not adjacent."""
+        """Return the bytes of several boxes as one range of the pool; None if their bytes are not adjacent there."""
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None

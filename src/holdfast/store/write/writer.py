@@ -1,6 +1,6 @@
 """Writing of one rank's share of a checkpoint, without communication with the other ranks.
 
-Theory. The plan names the pieces of boxes that this rank writes. Tensors come first, then the manifest that lists them:
+Theory. The plan names the parts of boxes that this rank writes. Tensors come first, then the manifest that lists them:
 a rank's share exists when the manifest exists. A rank that finds all manifests proves the checkpoint valid from its
 files and writes the seal (the file ``SEALED``). Several ranks may write the seal at once, because it is a pure function
 of the files.
@@ -237,7 +237,7 @@ class _Share:
         self.progress = progress
 
     def write(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
-        """Write one file per group of pieces. Return the manifest's entries for the files and the boxes."""
+        """Write one file per group of items of the plan. Return the manifest's entries for the files and the boxes."""
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
@@ -362,7 +362,7 @@ def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> m
 
 
 def files_of(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[WriteItem]]:
-    """Divide the pieces of a share among files, so that a file has at most one piece of a tensor.
+    """Divide the items of a share (boxes to write) among files, so that a file has at most one box of a tensor.
 
     In a file, tensors with large elements come first, so that all elements are aligned.
     """

@@ -129,10 +129,10 @@ class Source(ABC):
 
 
 class TorchFeed:
-    """The batches of a source, epoch after epoch.
+    """The batches of the user's loader, epoch after epoch.
 
     Args:
-        source: the source of the batches.
+        source: the reader of the loader, made by :func:`make_source`.
     """
 
     def __init__(self, source: Source) -> None:
@@ -216,7 +216,7 @@ class TorchFeed:
 
 
 def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> Source:
-    """Return the source for the loader that the user gave to ``steps``.
+    """Return the object that reads batches from the loader that the user gave to ``steps``.
 
     Args:
         seed: seed of the session.
@@ -268,7 +268,7 @@ def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
 
 
 def _prepared_source(loader: Any, seed: int) -> Source:
-    """Return the source for a DataLoader from ``accelerator.prepare``.
+    """Return the object that reads batches from a DataLoader of ``accelerator.prepare``.
 
     The sampler of such a loader draws the order of the whole job on every rank. So all ranks seed the sampler equally.
     """

@@ -223,11 +223,10 @@ class _Parts:
     def _dealt(
         self, groups: list[list[Any]], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return a parameter name for each key, for parameter groups that each keep the model's order.
+        """Return the parameter name for each key of the optimizer's state; None: the names are not certain.
 
-        An example is an optimizer with two groups, one with and one without weight decay. The names of the model are
-        assigned in order. Each name must fit the shape of the next parameter of exactly one group; otherwise None is
-        returned.
+        The groups (for example with and without weight decay) must each keep the order of the model. The names of the
+        model are assigned in order. Each name must fit the shape of the next parameter of exactly one group.
         """
         rest = [[str(key) for key in reversed(members)] for members in groups]
         found: dict[str, str] = {}

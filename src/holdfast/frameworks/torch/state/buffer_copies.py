@@ -36,7 +36,7 @@ class BufferCopies:
 
     Args:
         slots: the buffers of the model.
-        other: the copies from the other moment; both share unchanged copies of large buffers.
+        other: the copies from another moment. The two objects share the copies of large buffers that have not changed.
     """
 
     def __init__(self, slots: tuple[BufferSlot, ...], other: BufferCopies | None = None) -> None:

@@ -1,9 +1,10 @@
 """The restoring of optimizer state that the optimizer itself splits among the ranks, as ZeRO and Muon do.
 
-Such an optimizer reduces a gradient to one part on each rank, updates that part, and gathers the whole parameter. The
-region of its state differs from that of its parameter. The optimizer declares that region with
-:func:`~holdfast.torch.declare`. A process that begins without state cannot know the regions. The catalogue of the
-checkpoint has them, because the ranks declared them while they trained.
+Such an optimizer reduces each gradient so that a rank receives only one region of the sum. The rank updates this region
+of the parameter, and then gathers the whole parameter. So the optimizer state of a rank covers one region, while its
+parameter is whole. The optimizer declares the region with :func:`~holdfast.torch.declare`. A process that begins
+without state cannot know the regions. The catalogue of the checkpoint has them, because the ranks declared them while
+they trained.
 """
 
 from __future__ import annotations

@@ -264,9 +264,9 @@ def clone(value: Any) -> Any:
 
 
 def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
-    """Return a function that calls ``leaf`` for each value of an optimizer's state of ``parameter``.
+    """Return a leaf function for the optimizer's state of ``parameter``. It passes each value on to ``leaf``.
 
-    A tensor with the shape of ``parameter`` is first declared to have the same region.
+    A tensor with the shape of ``parameter`` is first declared to have the same region as ``parameter``.
     """
 
     def take(value: Any, path: str) -> Plain:
@@ -330,7 +330,7 @@ class OptimizerState:
         set_hyperparameters(self.optimizer, groups)
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Return group settings and state per parameter as plain values; tensors go to ``leaf``.
+        """Return group settings and state per parameter as plain values. ``leaf`` replaces the tensors.
 
         Args:
             leaf: takes a tensor and its name; returns the plain value that replaces the tensor.

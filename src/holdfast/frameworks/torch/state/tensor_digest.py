@@ -114,7 +114,10 @@ def _sums_of(chunk: torch.Tensor, found: int) -> torch.Tensor:
 
 
 def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of all parts end to end, in chunks of equal size except the last; small parts are joined."""
+    """Yield the bytes of all tensors in ``parts`` as chunks of equal size; the last chunk may be shorter.
+
+    The tensors are read end to end. So a chunk may have bytes of several small tensors.
+    """
     chunk_bytes = CHUNK_WORDS * _WORD_BYTES
     held: list[torch.Tensor] = []
     room = chunk_bytes

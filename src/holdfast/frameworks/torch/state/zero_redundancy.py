@@ -79,7 +79,7 @@ class ZeroState(OptimizerState):
         return f"{super().kind()}({type(local_part(self.optimizer)).__name__})"
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Return the optimizer's plain values and pass its tensors to ``leaf``, as the base class does.
+        """Return the optimizer's state as plain values. ``leaf`` returns the plain value that replaces a tensor.
 
         Raises:
             StateError: a parameter's state has a value that is not a tensor. Such values of two ranks could not be

@@ -85,8 +85,8 @@ def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
 class Suspicion:
     """The search for the cause when two runs of a block differ.
 
-    The block runs twice more with deterministic algorithms. Meanwhile a recorder (``impurity_witness``) notes the
-    tensors that the block makes and uses.
+    The block runs twice more with deterministic algorithms. Meanwhile ``impurity_witness`` records the tensors that the
+    block makes and uses.
 
     Args:
         state: state of the session.
@@ -99,7 +99,7 @@ class Suspicion:
 
     @property
     def cause(self) -> str:
-        """The cause that the recorder has found, in words; empty if none."""
+        """The cause of the difference, in words, as found by the recorder of the block's tensors; empty: none found."""
         return "" if self._witness is None else self._witness.cause
 
     def begin(self) -> None:

@@ -53,7 +53,9 @@ class Place(NamedTuple):
 
 
 def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterator[Place]:
-    """Yield each :class:`Place` that holds a tensor or an array and is reached from the script's variables.
+    """Yield each variable, attribute, entry or closure cell of the script that holds a tensor or an array.
+
+    The search begins at the script's variables and follows what they hold.
 
     Args:
         variables: the script's variables by name.
