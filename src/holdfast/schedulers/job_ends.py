@@ -12,8 +12,9 @@ from holdfast.schedulers.sbatch import AGAIN
 def ending_of(codes: Iterable[int]) -> int:
     """Return the exit code of a job from the codes of its launchers: 0 if one of them is 0.
 
-    Otherwise a code that another start would not change has precedence over a code that asks for another start. If no
-    launcher ended with a code of Holdfast, the result is the lowest code: -N if signal N killed a launcher.
+    Otherwise a code of a permanent failure (another start would fail in the same way) has precedence over a code that
+    asks for another start. If no launcher ended with a code of Holdfast, the result is the lowest code: -N if signal N
+    killed a launcher.
 
     Args:
         codes: the exit codes of the launchers, at least one.

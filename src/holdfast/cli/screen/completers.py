@@ -61,9 +61,10 @@ def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 
 def checkpoints(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the checkpoints below a root whose paths begin with ``incomplete``, newest first.
+    """Return the paths of checkpoints that begin with ``incomplete``, the word that the user has typed so far.
 
-    After ``ROOT@``, return their steps in place of paths. Without such a path, ask the shell to complete file names.
+    They are ordered from newest to oldest. If the word is ``ROOT@``, return the steps of the checkpoints in ROOT. If no
+    path begins with the word, ask the shell to complete file names.
     """
     root, at, _ = incomplete.rpartition("@")
     parent = root if at else incomplete.rpartition("/")[0]

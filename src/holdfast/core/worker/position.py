@@ -305,7 +305,11 @@ class ScriptMachine:
         self._position_after(event)
 
     def run_loop(self, *, unfinished: bool) -> None:
-        """Record that the open loop runs. ``unfinished``: the loop has an end that the script has not reached."""
+        """Record that the script runs the open loop over steps.
+
+        Args:
+            unfinished: the loop ends at a step that the script has not reached; False for a loop without such a step.
+        """
         self._unfinished = unfinished
 
     def end_loop(self) -> None:

@@ -72,9 +72,11 @@ class ReportedLosses:
         return {"loss": self._trainer._tr_loss.item(), "flos": self._trainer.current_flos}
 
     def go_on(self, reported: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Set the Trainer's values to ``reported`` and ``own``, which :meth:`reported` and :meth:`own` returned.
+        """Set the Trainer's counts and sums of losses to those that were saved for the step at which the job continues.
 
-        They were saved for the step at which the job continues.
+        Args:
+            reported: the values that are equal on all ranks, from :meth:`reported`.
+            own: the values of this rank, from :meth:`own`.
         """
         trainer = self._trainer
         vars(trainer).update(reported)

@@ -7,7 +7,8 @@ drew last: the number of the step, the data position before it, and the digests 
 rank-local values: it is on the status page from the start of the block, and in each checkpoint. The next process of the
 rank compares its batches with the record. If it runs that step again, it draws the batches anyway. If it starts after
 that step, it reads the batches of that step only for the comparison, which moves its feed to the right position. A
-batch that is drawn again because its block has changed it is also compared.
+block may change its batch in place and then run again. Its batch is drawn again for that, and this draw is compared as
+well.
 
 Invariants:
 1. A difference raises an error before the block of the next step begins.

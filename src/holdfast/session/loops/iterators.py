@@ -125,8 +125,9 @@ class ScriptLoops:
             UsageError: there is neither ``loader`` nor ``until``, or the loader cannot be iterated.
             UsageError: ranks that share a sampler have datasets of different length or content. The content is compared
                 if the dataset is in memory, or has an attribute ``fingerprint`` (such as the checksum of a file).
-            UsageError: a second loop over steps outside of epochs and phases, a ``for`` loop around this call that is
-                neither of these, or ``enumerate`` around the steps, which would count runs of blocks.
+            UsageError: this is a second loop over steps, and it is not within :meth:`epochs` or :meth:`phase`.
+            UsageError: a ``for`` loop other than those of :meth:`epochs` and :meth:`phase` is around this call.
+            UsageError: ``enumerate`` is around the steps. It would count runs of blocks, not steps.
             EmptyLoaderError: the loader yields no batch.
             StepError: a step was not entered by ``with``.
         """

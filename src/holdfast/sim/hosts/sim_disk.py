@@ -69,7 +69,7 @@ class SimDisk:
         return max(self._places, default=NO_PLACE)
 
     def next_number(self, term: int) -> int:
-        """Return the number of the next line that the controller of ``term`` writes on this host."""
+        """Return the number of the next event log line that the controller of ``term`` writes on this host."""
         return 1 + sum(place[0] == term for place in self._places)
 
     def append(self, line: LogLine) -> None:

@@ -5,8 +5,9 @@ are valid. Attempts are ordered by step, then generation, then attempt number. E
 gets the same answer.
 
 Invariants:
-1. The newest valid checkpoint is never removed. An attempt is not removed while a process reads or writes it. A young
-   attempt is not removed if it is unfinished, or the newest attempt of another run. Pruning for one lineage (a run and
+1. The newest valid checkpoint is never removed. An attempt is not removed while a process reads or writes it. An
+   attempt that is younger than ``grace_s`` seconds is not removed in two cases: it is unfinished, or it is the newest
+   attempt of another run. Pruning for one lineage (a run and
    the runs that it continues) removes an attempt of other runs only if the attempt was never finished.
 2. An attempt is never changed. It is only made, sealed, repaired from copies in the same attempt, or removed.
 """

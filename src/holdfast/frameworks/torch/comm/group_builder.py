@@ -100,7 +100,7 @@ class BuiltGroup:
             endpoints.shutdown()
 
     def severed(self) -> bool:
-        """Return False while an abort of NCCL is running."""
+        """Return True unless an abort of NCCL is still running; also True if no abort was begun."""
         return self._abort is None or self._abort.done
 
     def error(self) -> str:

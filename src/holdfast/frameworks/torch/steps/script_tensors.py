@@ -122,7 +122,10 @@ def _children(place: Place) -> Iterator[Place]:
 
 
 def _entries(value: Any) -> list[tuple[object, Any]] | None:
-    """Return keys and values of a container; an empty list if it counts as data; None if ``value`` is no container."""
+    """Return keys and values of a dict, list, tuple or deque; None if ``value`` is none of these.
+
+    A long container whose first value is no tensor or array holds data of the script: the result is an empty list.
+    """
     kind: Any = next((kind for kind in (dict, list, tuple, deque) if _is(value, kind)), None)
     if kind is None:
         return None
