@@ -167,6 +167,7 @@ def test_a_rank_in_the_middle_of_its_update_is_no_source(tmp_path: Path) -> None
     assert next(e for e in events if e.kind == "plan").data["writers"] == [1]
 
 
+@pytest.mark.more
 def test_torchrun_asks_the_others_to_leave_while_they_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, groupby, product
 from pathlib import Path
 
@@ -56,9 +57,10 @@ def prove(base: Path, layout: str, faults: list[InjectedFault]) -> DrillVerdict:
     return verdict
 
 
-def test_ddp_loses_nothing(tmp_path: Path) -> None:
-    """The faults are one of each pair, a loss of two ranks at once, and one at a random moment."""
-    pairs = pairwise("ddp")
+@pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.more)])
+def test_ddp_loses_nothing(tmp_path: Path, each: int) -> None:
+    """The faults are one of every ``each`` pairs, a loss of two ranks at once, and one at a random moment."""
+    pairs = [replace(fault, step=SPACING * number) for number, fault in enumerate(pairwise("ddp")[::each], 1)]
     more = SPACING * (len(pairs) + 1)
     at_once, moment = (
         InjectedFault("kill", (0, 3), more, "backward"),

@@ -124,6 +124,7 @@ def test_a_lost_host_leaves_its_shards_with_its_buddy_and_nothing_of_them_is_see
     assert (count == 0) is encrypts, f"{count} chunks of moments"
 
 
+@pytest.mark.more
 def test_hosts_that_do_not_both_encrypt_do_not_meet(net: Network, tmp_path: Path) -> None:
     with Hosts(net, tmp_path, "2", args=("5",), flags=("--encrypt",)) as hosts:
         hosts.start(0)

@@ -51,6 +51,7 @@ def kill_rank(hosts: Hosts, index: int, rank: int, times: int) -> None:
     hosts.wait_event(0, "recovered", times)
 
 
+@pytest.mark.more
 def test_a_host_whose_workers_die_is_left_out_and_the_spare_takes_over(
     net: Network, tmp_path: Path, weights: str
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_spot_notice_of_one_host_moves_its_ranks_within_the_lead(
     assert final(tmp_path) == weights
 
 
+@pytest.mark.more
 def test_a_sick_host_is_drained_and_its_processes_are_not_killed_for_it(
     net: Network, tmp_path: Path, weights: str
 ) -> None:

@@ -198,6 +198,7 @@ def test_an_installed_package_is_imported_once_for_all_workers(
     assert (notes, why) == (["slow"], "")
 
 
+@pytest.mark.more
 @pytest.mark.torch
 @pytest.mark.processes
 @pytest.mark.executes_zygotes

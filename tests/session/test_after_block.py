@@ -90,6 +90,7 @@ def test_a_save_that_a_break_leaves_behind_is_made_at_the_next_step(tmp_path: Pa
     assert told == calm("--loops"), output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.more)])
 def test_a_graceful_exit_has_it_too(tmp_path: Path, calm: Calm, layout: str) -> None:
     code, output, told = run(tmp_path, "--layout", layout, "--kill", "0:7:term")

@@ -74,6 +74,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where / "ckpt"
 
 
+@pytest.mark.more
 @pytest.mark.torch
 @pytest.mark.processes
 def test_a_newcomer_that_leaves_phases_out_is_refused_by_name(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_a_newcomer_that_has_joined_gives_its_state_when_the_next_fault_comes_be
     assert len(ends(tmp_path)) == 1, done.stdout
 
 
+@pytest.mark.more
 def test_a_newcomer_that_rehearses_holds_the_state(tmp_path: Path) -> None:
     """Regression: the newcomer was killed at the next fence, and with it the only copy of the state."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("holder_job.py")))

@@ -105,6 +105,7 @@ def test_a_process_that_hangs_before_its_first_step_is_replaced(
     assert not re.search(r"F\d+: ,", done.stdout), "each line says what was done"
 
 
+@pytest.mark.more
 @pytest.mark.processes
 def test_who_does_not_answer_is_looked_at_before_its_kill(tmp_path: Path) -> None:
     done = run_job(tmp_path, 3, "--run-id", "it", SILENT, str(tmp_path))

@@ -90,6 +90,7 @@ def test_killed_rank_loses_nothing(
         check_survivors(got, newcomer=int(victim[0]), graphs=len(compiled))
 
 
+@pytest.mark.more
 def test_a_torn_survivor_is_replaced_too(tmp_path: Path, bare: Callable[[str], Result]) -> None:
     """Rank 1 dies in its update.
 

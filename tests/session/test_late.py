@@ -30,6 +30,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]
     return cache(lambda way: run(tmp_path_factory.mktemp(way), way)[1])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "way",
     ["late", pytest.param("open", marks=pytest.mark.more), pytest.param("caught", marks=pytest.mark.more)],

@@ -54,6 +54,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     return ends
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("verify", ["1", pytest.param("0", marks=pytest.mark.more)])
 def test_each_step_is_saved_whatever_comes_where(
     tmp_path: Path, calm: Callable[..., list[str]], verify: str
@@ -89,6 +90,7 @@ def test_each_rank_gets_back_what_it_held(
     assert ended(tmp_path) == calm()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("victim", "step", "verify", "arguments"),
     [

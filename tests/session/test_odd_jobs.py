@@ -185,6 +185,7 @@ def test_a_script_that_leaves_between_two_steps_has_ended(tmp_path: Path) -> Non
     assert [path.name.split(".")[0] for path in (tmp_path / "ckpt").iterdir()] == ["step-00000005"], output
 
 
+@pytest.mark.more
 def test_state_that_depends_on_an_unsaved_count_is_named_at_the_end(
     tmp_path: Path, calm: Callable[[str], Calm]
 ) -> None:

@@ -23,6 +23,7 @@ from holdfast.sim.elections import ElectionSearch
 from holdfast.sim.invariants import Violation
 
 
+@pytest.mark.more
 def test_three_agents_elect_once_and_hear_of_it() -> None:
     assert ElectionSearch(3, (1, 1, 1), 0, announced=True).run().elections == 1
 

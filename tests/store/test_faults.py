@@ -62,6 +62,7 @@ def test_killed_at_every_sync_rename_and_write_leaves_old_or_new(tmp_path: Path)
     world = pipeline(stages=1, edge=16)
     outcomes = set()
     for call in ("fsync", "rename", "pwrite"):
+        (tmp_path / call).mkdir()  # as below, where a save has made the root
         code, printed = run_writer(tmp_path / call, call, 0)
         assert code == 0 and int(printed) >= 5
         total = int(printed)

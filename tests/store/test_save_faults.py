@@ -52,6 +52,7 @@ def test_every_call_that_fails_is_a_typed_error_and_a_second_try_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     counted = tmp_path / "counted"
+    counted.mkdir()  # as below, where a save has made the root
     with monkeypatch.context() as patch:
         never = Failing(patch, call, 0, code)
         save(counted, world_at(2), save_id(2))
