@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as checkpoint
 from holdfast.core.ids import NO_GENERATION, SaveId
 from holdfast.errors import CheckpointMismatch, StateError
 from holdfast.frameworks.torch.adapter import TorchAdapter
-from holdfast.frameworks.torch.state.boxes import CHECKPOINTABLE, declare
+from holdfast.frameworks.torch.state.boxes import CHECKPOINTABLE, declare, region_of
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.store.layouts.layout import Box, Catalogue
 from holdfast.store.layouts.layout_completion import catalogue_of
@@ -236,3 +236,12 @@ def test_nothing_follows_for_a_rank_that_has_not_declared_its_part_yet() -> None
     catalogue = catalogue_of({rank: layout.encode() for rank, layout in layouts.items()})
     entry = catalogue.by_fqn["optimizer.default.weight.momentum"]
     assert catalogue.boxes(entry) == [(Box((0, 0), (3, 4)), (0,))]
+
+
+def test_a_declared_tensor_in_a_file_of_the_script_needs_no_class_of_holdfast(tmp_path: Path) -> None:
+    """Regression: ``torch.load`` refused such a file, because a class of Holdfast was in it."""
+    held = torch.zeros(2, 4)
+    declare(held, shape=(6, 4), offsets=(2, 0))
+    torch.save({"queue": held}, tmp_path / "queue.pth")
+    read = torch.load(tmp_path / "queue.pth", weights_only=True)["queue"]
+    assert torch.equal(read, held) and region_of(read) == region_of(held) is not None

@@ -99,6 +99,12 @@ class Script:
         self.seen[:] = torch.Tensor(self.shown)
         self.learn(self.seen)
 
+    def normalizing(self) -> None:
+        """Write a trained weight before the forward pass."""
+        with torch.no_grad():
+            self.net.weight.copy_(self.net.weight / 1.1)
+        self.learn(torch.ones(4, 2))
+
     def pure(self) -> None:
         """Use nothing that other blocks have left."""
         self.learn(torch.ones(4, 2))
@@ -145,6 +151,13 @@ def test_an_impure_block_is_refused_before_its_update(way: str, cause: str) -> N
         script.train(getattr(script, way))
     assert torch.equal(script.net.weight, weights)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_block_that_writes_a_trained_weight_before_its_update_is_refused_by_name() -> None:
+    """A block that runs again would write it twice. Regression: a counter of the script was named as the cause."""
+    script = Script()
+    with pytest.raises(ImpureBlockError, match=r"it writes weight before its update \(write weights after"):
+        script.train(script.normalizing)
 
 
 class Shards:

@@ -74,7 +74,6 @@ class LocalPart(NamedTuple):
     where: tuple[slice, ...]
 
 
-_DECLARED = "_holdfast_region"
 CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """Names of the attributes of a tensor that DCP of torch 2.15 saves as shards.
 
@@ -111,16 +110,14 @@ def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) 
             f"{list(shape)}",
             hint="declare(tensor, shape=of the global tensor, offsets=where this rank's part begins)",
         )
-    box = Box(tuple(offsets), tuple(tensor.shape))
-    setattr(
-        tensor,
-        _DECLARED,
-        TensorRegion(tuple(shape), (LocalPart(box, tuple(slice(0, n) for n in tensor.shape)),)),
-    )
+    # Plain values, so that the script's own torch.save needs no class of Holdfast.
+    shard = tuple(offsets), (0,) * tensor.ndim, tuple(tensor.shape)
+    for name, value in zip(CHECKPOINTABLE, (tuple(shape), *([each] for each in shard)), strict=True):
+        setattr(tensor, name, value)
 
 
 def region_of(tensor: torch.Tensor) -> TensorRegion | None:
-    """Return the region of a plain tensor, from :func:`declare` or from the attributes of ``CheckpointableTensor``.
+    """Return the region of a plain tensor, from the attributes of ``CheckpointableTensor``, which :func:`declare` sets.
 
     Returns:
         None if nothing is declared.
@@ -128,31 +125,39 @@ def region_of(tensor: torch.Tensor) -> TensorRegion | None:
     Raises:
         StateError: the attributes name shards that lie outside of the local tensor or of the global tensor.
     """
-    declared: TensorRegion | None = getattr(tensor, _DECLARED, None)
-    if declared is not None or isinstance(tensor, DTensor) or not hasattr(tensor, CHECKPOINTABLE[0]):
-        return declared
-    if not all(hasattr(tensor, name) for name in CHECKPOINTABLE):
+    if isinstance(tensor, DTensor) or not all(hasattr(tensor, name) for name in CHECKPOINTABLE):
         return None
     shape, *shards = (getattr(tensor, name) for name in CHECKPOINTABLE)
-    offsets, places, sizes = ([tuple(each) for each in of_all] for of_all in shards)
+    return _region(tuple(tensor.shape), tuple(shape), *(tuple(map(tuple, of_all)) for of_all in shards))
+
+
+@functools.lru_cache(FORMS_MAX)
+def _region(
+    local: tuple[int, ...],
+    shape: tuple[int, ...],
+    offsets: tuple[tuple[int, ...], ...],
+    places: tuple[tuple[int, ...], ...],
+    sizes: tuple[tuple[int, ...], ...],
+) -> TensorRegion:
+    """Return the region that these attributes of a tensor of shape ``local`` name. Raises: StateError."""
     sound = len(offsets) == len(places) == len(sizes) and all(
-        len(shape) == len(size) == tensor.ndim
+        len(shape) == len(size) == len(local)
         and _lies_in(size, offset, shape)
-        and _lies_in(size, place, tensor.shape)
+        and _lies_in(size, place, local)
         for offset, place, size in zip(offsets, places, sizes, strict=True)
     )
     boxes = [Box(offset, size) for offset, size in zip(offsets, sizes, strict=False)]
     if not sound or len(set(boxes)) < len(boxes):
         raise StateError(
-            f"a tensor of {list(tensor.shape)} says that it holds shards of {list(shape)} at {offsets}, of the sizes "
-            f"{sizes}, which lie at {places} in it: that cannot be",
+            f"a tensor of {list(local)} says that it holds shards of {list(shape)} at {list(offsets)}, of the sizes "
+            f"{list(sizes)}, which lie at {list(places)} in it: that cannot be",
             hint=f"correct its {', '.join(CHECKPOINTABLE)} (torch.distributed.checkpoint.CheckpointableTensor)",
         )
     parts = (
         LocalPart(box, tuple(slice(at, at + size) for at, size in zip(place, box.sizes, strict=True)))
         for box, place in zip(boxes, places, strict=True)
     )
-    return TensorRegion(tuple(shape), tuple(parts))
+    return TensorRegion(shape, tuple(parts))
 
 
 def is_padded(tensor: torch.Tensor) -> bool:
@@ -186,8 +191,9 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``; if it has the shape of ``like``, declare it to have the same region."""
-    if tensor is not like and tensor.shape == like.shape and (region := region_of(like)) is not None:
-        setattr(tensor, _DECLARED, region)
+    if tensor is not like and tensor.shape == like.shape and region_of(like) is not None:
+        for name in CHECKPOINTABLE:
+            setattr(tensor, name, getattr(like, name))
     return tensor
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import xxhash
 
+from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.frameworks.torch.state.optimizer_state import parameters_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.frameworks.torch.steps.impurity_witness import Witness
@@ -96,17 +98,34 @@ class Suspicion:
         self._state = state
         self._witness: Witness | None = None
         self._before: tuple[bool, bool] | None = None  # the script's own settings, during a run
+        self._writes: dict[
+            str, int
+        ] = {}  # count of the writes of each trained weight at the begin of the run
 
     @property
     def cause(self) -> str:
-        """The cause of the difference, in words, as found by the recorder of the block's tensors; empty: none found."""
+        """The cause of the difference, in words; empty: none found.
+
+        It is a trained weight that the block writes, or what the recorder of the block's tensors has found.
+        """
+        written = [name for name, writes in self._trained() if self._writes.get(name, writes) != writes]
+        if written:
+            return f"it writes {written[0]} before its update (write weights after optimizer.step())"
         return "" if self._witness is None else self._witness.cause
+
+    def _trained(self) -> Iterator[tuple[str, int]]:
+        """Yield the name of each trained weight with torch's count of its writes."""
+        trained = {id(p) for o in self._state.optimizers.values() for p in parameters_of(o.optimizer)}
+        for name, parameter in self._state.names.parameters.items():
+            if parameter.requires_grad and id(parameter) in trained:
+                yield name, writes_of(parameter)
 
     def begin(self) -> None:
         """Begin to observe a run of the block, with deterministic algorithms."""
         if self._witness is None:
             generators = [generator for _, generator in self._state.generators]
             self._witness = Witness(generators, _put_back(self._state))
+        self._writes = dict(self._trained())
         self._before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
