@@ -133,7 +133,7 @@ class ClientProof(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The server's proof. After this frame both sides send messages."""
+    """The last frame of the handshake: it proves that the server knows the token. After it both sides send messages."""
 
     proof: bytes
 

@@ -245,7 +245,7 @@ class ExitWatch:
 
 
 def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> Mapping[str, Plain] | None:
-    """Return the exit-file version answered before this process began, for ``known`` of :meth:`ExitWatch.start`.
+    """Return the newest version of the exit file to which an earlier process of the job has reacted.
 
     Args:
         local: the loaded rank-local values of this process; None: a new job begins without a checkpoint.

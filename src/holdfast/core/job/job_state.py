@@ -129,7 +129,7 @@ class Job:
 
     @property
     def sealed_here(self) -> int:
-        """Newest step that this roster, or a save of its recovery, has sealed; -1: none.
+        """Newest step that the present members of the job have sealed, or the recovery that chose them; -1: none.
 
         A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since then,
         and may be running the step of that checkpoint again.

@@ -93,8 +93,9 @@ class HoldReached(Message, frozen=True):
 
 
 class HoldOver(Message, frozen=True):
-    """Order to one worker: no seats are changed, so do not wait before ``step`` any longer. A later stop is not
-    affected.
+    """Order to one worker: no seats are changed, so do not wait before ``step`` any longer.
+
+    An order to wait before a later step stays in force.
     """
 
     member_id: MemberId

@@ -66,7 +66,7 @@ class OrderKind(StrEnum):
 
 
 class DecisionOrder(msgspec.Struct, frozen=True):
-    """One order that a rank gets with the decision ``settle``."""
+    """One order of the controller's decision to this rank; ``settle`` is the message with that decision."""
 
     kind: OrderKind
     settle: Settle

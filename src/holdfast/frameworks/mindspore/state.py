@@ -6,9 +6,9 @@ has let the gradients pass. Moving statistics change in forward. Counters (``glo
 depend on gradients, so the graph may change them at any time. Moving statistics and counters are therefore copied when
 a step begins, and a state requested during the step takes them from the copies. In PYNATIVE mode a read from another
 thread waits for running operators, which may never end, so all parameters are copied. Between two steps a script may
-change single numbers (learning rates, counters) and its own state (``frameworks/common/user_state.py``). Both are also
-copied earlier, when the script is given the step, before its block. A compiled graph sees only changes by ``assign``;
-changes by ``set_data`` are visible only to Python.
+change single numbers (learning rates, counters) and its own state (``frameworks/common/user_state.py``). These numbers
+and this state are therefore copied twice: when the loop gives the step to the script, and when the block begins. A
+compiled graph sees only changes by ``assign``; changes by ``set_data`` are visible only to Python.
 
 Invariants:
 1. ``collect(frozen=True)`` is the state at the start of the current step, whatever the graph or the script did since.

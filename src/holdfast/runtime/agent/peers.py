@@ -130,7 +130,7 @@ class Peers:
     async def _check_neighbour(self, first: Address) -> None:
         """Check that an agent of the job listens at ``first``.
 
-        ``first`` is an address of the first contact on this host, at which this agent does not listen.
+        ``first`` is the first contact. Its address belongs to this host, but this agent does not listen there.
 
         Raises:
             UsageError: another program listens there.

@@ -221,7 +221,7 @@ def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
 
 
 def _read(pointer: Path) -> Pointer | None:
-    """Return the pointer in a file; None if there is no such file, or if the process that wrote it has ended."""
+    """Return the pointer to a run (directory and agent) in a file; None: no such file, or its writer has ended."""
     try:
         found = msgspec.json.decode(pointer.read_bytes(), type=Pointer)
     except (OSError, msgspec.MsgspecError):

@@ -7,12 +7,12 @@ other ranks: another learning rate, or another early stop. So the newcomer does 
 All ranks then restart at this step and run the code together. If the script runs such code again with its block,
 without ``if not step.again``, a warning is logged.
 
-A barrier returns no data, so it is allowed where the code runs again. The lost rank had then begun the block, and no
-other rank waits in the barrier. Where the code runs for the first time, a barrier is guarded like other collectives.
-Otherwise a survivor that has not got the step from its loop yet would later wait in that barrier for ever.
+A barrier returns no data. So the newcomer may pass it alone if the lost rank had already run this code and begun the
+block: no other rank waits in the barrier then. Where the code runs for the first time, a barrier is guarded like other
+collectives. Otherwise a survivor that has not got the step from its loop yet would later wait in that barrier for ever.
 
-A framework that drives the loop may make collectives during its setup, because they give the same results at each
-start. An integration also restores such a framework's own position, with its work that is due between two steps.
+A framework that drives the loop (a Trainer) may make collectives during its setup, because they give the same results
+at each start. The integration of such a framework also restores the framework's own position.
 """
 
 from __future__ import annotations
