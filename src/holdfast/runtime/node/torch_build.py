@@ -184,7 +184,7 @@ def try_out(build: TorchBuild) -> SelfTestVerdict:
 
 
 def _kept_at(build: TorchBuild) -> Path:
-    """Return the file with the result of the self-test for this build of torch, of Holdfast, and this version of Python."""
+    """Return the file with the result of the self-test for this build of torch and Holdfast and this Python version."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     ours = hashlib.blake2b(digest_size=16)
