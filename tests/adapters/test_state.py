@@ -354,3 +354,21 @@ def test_a_view_follows_a_parameter_that_gets_other_memory() -> None:
     model.weight.data = torch.full((2, 2), 3.0)
     assert bytes(collected.view("weight", box)) == model.weight.detach().numpy().tobytes() != before
     assert collected.writes() != marks
+
+
+def test_a_function_among_the_settings_of_an_optimizer_is_no_state() -> None:
+    """LARS, as many scripts have it, is given filters of parameters. Regression: such a job was refused."""
+
+    def is_vector(parameter: torch.Tensor) -> bool:
+        return parameter.ndim == 1
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(
+        [{"params": model.parameters(), "filter": is_vector, "kind": nn.Linear}], lr=0.5
+    )
+    state = TorchState(model, {"default": optimizer}, None, None, {})
+    (group,) = state.optimizers["default"].hyperparameters()
+    assert "filter" not in group and "kind" not in group and group["lr"] == 0.5
+    state.collect()
+    state.optimizers["default"].set_hyperparameters([{**group, "lr": 0.25}])
+    assert optimizer.param_groups[0]["filter"] is is_vector and optimizer.param_groups[0]["lr"] == 0.25

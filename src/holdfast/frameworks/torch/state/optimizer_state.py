@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -168,9 +169,19 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+CODE = (FunctionType, BuiltinFunctionType, type)
+"""Types of settings that are code of the script and no state, such as LARS's filters of parameters."""
+
+
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return shallow copies of the parameter groups without the parameters."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    """Return shallow copies of the parameter groups without the parameters, and without settings that are functions.
+
+    Each process has the functions from its own script.
+    """
+    return [
+        {key: value for key, value in group.items() if key != "params" and not isinstance(value, CODE)}
+        for group in optimizer.param_groups
+    ]
 
 
 def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
