@@ -52,7 +52,7 @@ class LostTime:
         self._still: list[Times] = []
         self._saves: dict[tuple[int, str], float] = {}  # step, kind -> the longest wait of a rank
         self.slow: dict[int, Straggler] = {}  # by rank
-        self._slow_s = 0.0  # seconds lost by ranks that are not slow any more
+        self._slow_s = 0.0  # seconds lost by ranks that are no longer slow
 
     def take(self, event: Event) -> None:
         """Apply one event of the log, of any kind."""

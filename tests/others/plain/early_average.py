@@ -1,4 +1,4 @@
-"""An average is a copy of weights that each rank has drawn with a seed of its own, before DDP makes them equal."""
+"""An average is a copy of the weights from before DDP, when each rank still has those of another seed."""
 
 from __future__ import annotations
 

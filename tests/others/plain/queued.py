@@ -1,4 +1,4 @@
-"""Each rank keeps a queue of its own features, which its next batches are compared with; prototypes are normalized."""
+"""Each rank compares its batches with a queue of features from its earlier batches. Prototypes are normalized."""
 
 from __future__ import annotations
 

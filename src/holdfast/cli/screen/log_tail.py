@@ -137,7 +137,10 @@ class LogTail:
                 self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
 
     def drain(self) -> Iterator[tuple[int, str]]:
-        """Yield (rank, line) for each unread line of the newest attempt. No process may write to its logs any more."""
+        """Yield (rank, line) for each unread line of the newest attempt.
+
+        No process may write to its logs during or after this call.
+        """
         for rank, tail in sorted(self._tails.items()):
             for line in tail.drain():
                 yield rank, line

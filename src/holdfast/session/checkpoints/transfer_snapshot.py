@@ -32,6 +32,7 @@ class TransferSnapshot:
     def __init__(self, rank: StepParticipant, adapter: StateAdapter) -> None:
         self._rank = rank
         self._adapter = adapter
+        self._compares = adapter if isinstance(adapter, ComparesCopies) else None
 
     def collect(self, frozen: bool) -> tuple[Collected, bool]:
         """Return the state to give to newcomers.
@@ -81,5 +82,5 @@ class TransferSnapshot:
     def _may_change(self, meta: TensorMeta) -> bool:
         if meta.fqn.startswith("optimizer."):
             return meta.box.numel == 1
-        is_buffer = isinstance(self._adapter, ComparesCopies) and not self._adapter.compares(meta.fqn)
+        is_buffer = self._compares is not None and not self._compares.compares(meta.fqn)
         return meta.fqn.startswith("state.") or is_buffer

@@ -309,7 +309,7 @@ class Incoming:
         Raises:
             CheckpointInvalid: ``marker`` is no valid marker.
         """
-        if len(marker) != MARKER_SIZE_BYTES or not is_sound(words_of(marker)):
+        if not is_sound(words_of(marker)):
             raise CheckpointInvalid("not the marker of a slot")
         self._memory[:MARKER_SIZE_BYTES] = marker
 

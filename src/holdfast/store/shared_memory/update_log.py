@@ -219,7 +219,7 @@ def _read(path: Path, data: memoryview, form: _RecordForm, step: int) -> Update:
     entry = data[at : at + form.size_bytes]
     words = words_of(entry[:MARKER_SIZE_BYTES])
     where = f"{path.name}, update of step {step}"
-    if _marked_step(bytes(entry[:MARKER_SIZE_BYTES])) != step:
+    if not is_sound(words) or words[1] - 1 != step:
         raise CheckpointInvalid(f"{where}: it is not there")
     start, size = words[2], words[3]
     text = entry[start : start + size]

@@ -157,7 +157,7 @@ class WaitTime:
         self._begun_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """Record that no collective is in progress any more."""
+        """Record that no collective is in progress now."""
         self._ended_ns = time.monotonic_ns()
 
     def take(self) -> tuple[int, int] | None:

@@ -162,7 +162,7 @@ class ControlStore(Store):
     def clone(self) -> ControlStore:
         """Return this store itself, not a copy.
 
-        The store has no connection of its own to copy, and C++ would lose the Python object of a copy at once.
+        The store has no connection that could be copied, and C++ would lose the Python object of a copy at once.
         """
         return self
 

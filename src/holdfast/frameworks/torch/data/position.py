@@ -241,12 +241,10 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
     ):
         return MapSource(loader, seed, rank, spare)
     if not hasattr(loader, "__iter__"):
-        number = isinstance(loader, int)
+        number_of_steps = f"for {loader} steps: s.steps(until={loader})" if isinstance(loader, int) else ""
         raise UsageError(
             f"steps() got a loader of type {type(loader).__name__}, which cannot be iterated",
-            hint=f"for {loader} steps: s.steps(until={loader})"
-            if number
-            else "give a DataLoader or any iterable of batches, or none",
+            hint=number_of_steps or "give a DataLoader or any iterable of batches, or none",
         )
     if hasattr(loader, "__next__"):
         raise UsageError(
@@ -468,7 +466,7 @@ class StatefulSource(Source):
 
 
 class ReplaySource(Source):
-    """An iterable without a position of its own, which is read again up to the position."""
+    """An iterable that cannot seek: it is read from its start up to the position."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
         super().__init__(loader, seed, rank)

@@ -207,14 +207,6 @@ def writes_of(tensor: torch.Tensor) -> int:
     return private_api.write_count(tensor)
 
 
-def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return address and write count of a tensor, one of which changes with each counted write.
-
-    ``tensor.data = other`` changes the address, and is no write that torch counts.
-    """
-    return local_of(tensor).data_ptr(), writes_of(tensor)
-
-
 class Mark:
     """A mark of the memory and write count of a tensor, which shows whether the tensor may have changed since.
 

@@ -9,6 +9,8 @@ that copy is its lowest rank. A rank without wrapper, pipeline and mesh is a sep
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -49,10 +51,12 @@ def copy_of(model: Models, rank: int, world_size: int) -> Copy:
         group = wrappers[0].process_group
         return Copy(dist.get_rank(group), dist.get_world_size(group))
     first = rank
-    for stage in instances(*private_api.PIPELINE_STAGE):
-        first = min(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
+    for ranks in _stage_ranks():
+        first = min(ranks)
     # In every pipeline stage, a rank has the same position among the ranks that split its tensors.
-    return Copy(first - _place_in_split(model, rank), world_size)
+    for mesh in _split_meshes(model):
+        return Copy(first - (rank - int(mesh.mesh.min())), world_size)
+    return Copy(first, world_size)
 
 
 def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
@@ -65,19 +69,19 @@ def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
         return True
     if sharded_mesh(model) is not None or data_parallel(model):
         return False
-    stages = instances(*private_api.PIPELINE_STAGE)
-    if any(len(dist.get_process_group_ranks(stage.group or dist.group.WORLD)) > 1 for stage in stages):
-        return True
-    parameters = [parameter for _, top in modules_of(model) for parameter in top.parameters()]
-    return any(
-        isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in parameters
-    )
+    several_stages = any(len(ranks) > 1 for ranks in _stage_ranks())
+    return several_stages or any(mesh.size() > 1 for mesh in _split_meshes(model))
 
 
-def _place_in_split(model: Models, rank: int) -> int:
-    """Return the distance of this rank from the lowest rank of its DTensor mesh; 0 without a mesh."""
+def _stage_ranks() -> Iterator[list[int]]:
+    """Yield the ranks of the pipeline of each stage in this process."""
+    for stage in instances(*private_api.PIPELINE_STAGE):
+        yield dist.get_process_group_ranks(stage.group or dist.group.WORLD)
+
+
+def _split_meshes(model: Models) -> Iterator[DeviceMesh]:
+    """Yield the mesh of each parameter that is a DTensor."""
     for _, top in modules_of(model):
         for parameter in top.parameters():
             if isinstance(parameter, DTensor):
-                return rank - int(parameter.device_mesh.mesh.min())
-    return 0
+                yield parameter.device_mesh

@@ -35,7 +35,8 @@ If such a step() failed after the vote, the step would be in doubt.
 """
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
-
+CODE = (FunctionType, BuiltinFunctionType, type)
+"""Types of settings that are code of the script and no state, such as LARS's filters of parameters."""
 
 _BUILD_THE_SAME = (
     "build the optimizer as it was when the checkpoint was written; or start from the beginning on purpose: "
@@ -167,10 +168,6 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yield all parameters of an optimizer, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-CODE = (FunctionType, BuiltinFunctionType, type)
-"""Types of settings that are code of the script and no state, such as LARS's filters of parameters."""
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

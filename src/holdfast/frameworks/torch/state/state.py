@@ -41,11 +41,11 @@ from holdfast.frameworks.torch.state.boxes import (
     global_shape,
     is_direct,
     local_of,
-    mark_of,
     own_bytes,
     parts_of,
     placed,
     refuse_undeclared,
+    writes_of,
 )
 from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
 from holdfast.frameworks.torch.state.devices import await_devices, devices_of, named_errors
@@ -233,7 +233,7 @@ class TorchCollected:
             if fqn.startswith("state.") or tensor.is_inference():
                 counts += (xxhash.xxh3_64_intdigest(self.view(fqn, box)) for box in self.parts(fqn))
             else:
-                counts += mark_of(tensor)
+                counts += local_of(tensor).data_ptr(), writes_of(tensor)
         return tuple(counts)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
