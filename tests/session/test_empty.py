@@ -29,6 +29,36 @@ def test_a_training_that_never_updates_is_refused(tmp_path: Path, steps: int) ->
                 job.optimizer.zero_grad()
 
 
+def without_updates(job: Job, where: Path, *, fail_at: int) -> None:
+    """Train without a call of ``optimizer.step()``. The script fails in step ``fail_at``."""
+    with holdfast.session(model=job.net, optimizer=job.optimizer, checkpoint=where, save_every_steps=1) as s:
+        for step in s.steps(job.loader, until=30):
+            with step as batch:
+                (job.net(batch[0]) - batch[1]).square().mean().backward()
+                job.optimizer.zero_grad()
+                if step.number == fail_at:
+                    raise ZeroDivisionError
+
+
+def test_a_training_that_never_updates_is_refused_after_a_restart(tmp_path: Path) -> None:
+    """Regression: a process that began after step 0 was not checked, and the job ran to its end."""
+    with pytest.raises(ZeroDivisionError):
+        without_updates(Job(), tmp_path, fail_at=4)
+    with pytest.raises(StepError, match="10 blocks from step 4 on, and no optimizer"):
+        without_updates(Job(), tmp_path, fail_at=-1)
+
+
+def test_the_last_blocks_of_a_restarted_training_may_leave_their_batches_out(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        without_updates(Job(), tmp_path, fail_at=4)
+    job = Job()
+    with holdfast.session(model=job.net, optimizer=job.optimizer, checkpoint=tmp_path) as s:
+        for step in s.steps(job.loader, until=6):
+            with step:
+                pass
+    assert s.step == 6
+
+
 @pytest.mark.parametrize("mistake", ["no backward", "gradients removed before the update"])
 def test_a_training_whose_optimizer_has_no_gradients_is_refused(tmp_path: Path, mistake: str) -> None:
     job = Job()

@@ -623,7 +623,8 @@ class Session(ScriptLoops):
         self._loops.finish()
         rank.flag(PageFlag.LEFT, True)
         self._behind.come_back()
-        self._blocks.refuse_empty(excused=self._behind.exit_agreed)
+        if not self._behind.exit_agreed:
+            self._blocks.refuse_empty()
         self._sections.pass_by(rank.step - 1, tell=self._adapter.rank == 0)
         sealed = self._behind.exit_sealed
         while True:

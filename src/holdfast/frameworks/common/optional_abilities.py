@@ -185,12 +185,16 @@ class Gradients(Protocol):
     def may_drop(self) -> None:
         """Prepare for calls of :meth:`drop` in this session."""
 
-    def nonfinite(self, optimizer: str) -> str:
-        """Wait for the device. Return the first weight whose gradient on this rank holds inf or nan; empty: none.
+    def begin_check(self, optimizer: str) -> Callable[[], str]:
+        """Queue a check of the gradients on the device, without a wait.
 
         Args:
             optimizer: name of the optimizer that is about to step. Gradients of other optimizers may be checked as
                 well.
+
+        Returns:
+            A function that waits for the check. It returns the first weight whose gradient on this rank holds inf or
+            nan, or an empty text.
         """
 
     def weights_alone(self) -> int | None:

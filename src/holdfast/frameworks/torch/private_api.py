@@ -340,10 +340,10 @@ def largest(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))])
 
 
-def are_finite(values: Sequence[torch.Tensor]) -> bool:
-    """Return True if all numbers in dense tensors of one device and dtype are finite; the tensors are not changed.
+def nonfinite_flag(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a scalar on the device of ``values``, dense tensors of one dtype: true if a number is inf or nan.
 
-    It takes a few kernels and one wait for any number of tensors, by the check of ``GradScaler`` with a factor of one.
+    It takes a few kernels and no wait for any number of tensors, by the check of ``GradScaler`` with a factor of one.
     (A norm would take one kernel per tensor.) That check writes each number back unchanged, so torch's write counts are
     restored.
     """
@@ -353,8 +353,8 @@ def are_finite(values: Sequence[torch.Tensor]) -> bool:
         with torch.autograd._unsafe_preserve_version_counter(tuple(real)):  # type: ignore[attr-defined]
             torch._amp_foreach_non_finite_check_and_unscale_(real, found, factor)
     except RuntimeError:  # numbers that share their memory, or a dtype that this check does not know
-        return all(bool(torch.isfinite(each).all()) for each in real)
-    return not bool(found)
+        return ~torch.stack([torch.isfinite(each).all() for each in real]).all()
+    return found
 
 
 # ---------------------------------------------------------------- autograd and compilation

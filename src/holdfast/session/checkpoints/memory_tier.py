@@ -42,7 +42,7 @@ from holdfast.session.steps.update_log import ENTRIES_MAX, UpdateRecord
 from holdfast.store.format.json_values import decode_mapping, encode_values
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, TensorMeta
 from holdfast.store.layouts.layout_completion import catalogue_of
-from holdfast.store.shared_memory.memory_slots import SLOTS, Slots, StoredState, open_kept, was_amended
+from holdfast.store.shared_memory.memory_slots import Slots, StoredState, open_kept, was_amended
 from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
@@ -96,7 +96,6 @@ class MemoryTier:
         self._alone = False  # True: some box of the job has only one holder
         self._said = False
         self._kept_s = time.monotonic()
-        self._copies = 0
         self._cost_s = 0.0  # duration of the last copy
         self._adapter = adapter
         self._directory = directory
@@ -236,9 +235,7 @@ class MemoryTier:
             self._every, stamp = 0, None
             self._slots.remove()
         self._kept_s = time.monotonic()
-        self._copies += 1
-        if self._copies > SLOTS:  # the first copies also allocate the memory
-            self._cost_s = self._kept_s - began_s
+        self._cost_s = self._kept_s - began_s
         if stamp is not None:
             self._record.kept(step, self._cost_s)
         return stamp

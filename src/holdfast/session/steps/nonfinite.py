@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -63,18 +63,24 @@ class NonfiniteCheck:
             adapter.gradients if isinstance(adapter, SeesGradients) and mode != "ignore" else None
         )
         self._name = ""
+        self._result: Callable[[], str] | None = None  # of the check that was begun last
         self._left_out = 0
         if self._gradients is not None and mode == "skip":
             self._gradients.may_drop()
 
-    def look(self, optimizer: str) -> bool:
-        """Return whether the gradients that ``optimizer`` is about to use hold inf or nan on this rank."""
-        found = self._gradients.nonfinite(optimizer) if self._gradients is not None else ""
+    def begin(self, optimizer: str) -> None:
+        """Queue the check of the gradients that ``optimizer`` is about to use on the device, without a wait."""
+        self._result = None if self._gradients is None else self._gradients.begin_check(optimizer)
+
+    def end(self) -> bool:
+        """Wait for the check that was begun. Return whether the gradients hold inf or nan on this rank."""
+        found = "" if self._result is None else self._result()
+        self._result = None
         self._name = found or self._name
         return bool(found)
 
     def look_within(self, optimizer: str) -> bool:
-        """Return the result of :meth:`look` for an update inside ``step.update(name)``, which is made before the vote.
+        """Return the result of the check for an update inside ``step.update(name)``, which is made before the vote.
 
         Raises:
             UnsupportedError: the mode is ``skip``, which needs the vote before the update.
@@ -84,7 +90,8 @@ class NonfiniteCheck:
                 'session(nonfinite="skip") with step.update(name): such an update is made before all ranks have agreed',
                 hint='nonfinite="stop" or "warn"',
             )
-        return self.look(optimizer)
+        self.begin(optimizer)
+        return self.end()
 
     def read(self, tally: Tally) -> Tally:
         """Return ``tally``. In mode ``stop``, mark it as not passed if gradients of any rank hold inf or nan."""

@@ -31,12 +31,12 @@ from holdfast.frameworks.common.optional_abilities import (
 )
 from holdfast.runtime.worker.script_frames import place_in_script
 from holdfast.session.steps.block_proof import Prover
+from holdfast.session.steps.empty_blocks import EmptyBlocks
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
 from holdfast.session.steps.unassigned_variables import bind
 from holdfast.session.steps.voting import VoteCaster
-from holdfast.text import plural
 
 
 class StepAborted(Aborted):
@@ -99,18 +99,6 @@ class BlockAbilities(NamedTuple):
             adapter if isinstance(adapter, SeesGradients) else None,
             adapter.tentative if isinstance(adapter, CommunicatesInUpdates) else frozenset(),
         )
-
-
-EMPTY_MAX = 10
-NOT_EMPTY = -1
-NO_UPDATE = (
-    "no optimizer of the session took a step",
-    "call loss.backward() and optimizer.step() in the block, with an optimizer that the session was given",
-)
-NO_GRADIENT = (
-    "no gradient was there when the optimizer stepped",
-    "call loss.backward() before optimizer.step(), and zero_grad() after it",
-)
 
 
 class Step:
@@ -268,8 +256,7 @@ class StepRunner:
         self._current: Step | None = None
         self._tally = Tally(passed=False)
         self._left = ""  # the exception by which the script left a block, in words
-        self._empty, self._empty_at = 0, ""  # blocks that changed no weight, and script line of the last one
-        self._stepped = False  # an optimizer stepped in the last of these blocks
+        self._empty = EmptyBlocks()
         self._idle = (-1, 0)  # step and block index of the newest rehearsal without an optimizer.step()
 
     @property
@@ -407,7 +394,7 @@ class StepRunner:
 
     def _writes(self) -> int | None:
         """Return a count of writes to weights, to detect a change without a gradient; None: the count is not needed."""
-        if self._empty == NOT_EMPTY or self._able.sees is None:
+        if self._empty.over or self._able.sees is None:
             return None
         return self._able.sees.gradients.weights_alone()
 
@@ -449,6 +436,8 @@ class StepRunner:
             step.shared = not adapter.poisoned
             raise StepAborted("a part of a step")
         computed_ns = time.monotonic_ns()
+        if optimizer:
+            self._finite.begin(optimizer)  # the device is not idle between its last gradient and this check
         adapter.prepare_vote()
         rank.computed(computed_ns)
         rank.note_local(self._owner.foresee(), step.number + 1)
@@ -456,7 +445,7 @@ class StepRunner:
         if adapter.poisoned or not rank.enter_vote():
             raise StepAborted(adapter.reason)
         rank.enter(Phase.VOTE)
-        nonfinite = step.nonfinite or (bool(optimizer) and self._finite.look(optimizer))
+        nonfinite = step.nonfinite or (bool(optimizer) and self._finite.end())
         ballot = self._owner.ballot(step.number, unsound=adapter.poisoned, nonfinite=nonfinite)
         self._tally = Tally(passed=False)
         try:
@@ -515,39 +504,25 @@ class StepRunner:
             step.idle = True
             self._idle = (step.number, step.part)
 
-    def refuse_empty(self, *, excused: bool = False) -> None:
-        """Raise an error if no block has changed a weight since the training began at step 0.
+    def refuse_empty(self, *, ended: bool = True) -> None:
+        """Raise an error if the blocks so far have changed no weight.
 
         Args:
-            excused: raise nothing, for example because the training ends early by a request.
+            ended: the training ends here.
 
         Raises:
-            StepError: no block has changed a weight.
+            StepError: no block has changed a weight since step 0, or since this process began.
         """
-        if (
-            self._empty > 0
-            and not excused
-            and not self._adapter.scaled
-            and isinstance(self._adapter, ProvesBlocks)
-        ):
-            missing, call = NO_GRADIENT if self._stepped else NO_UPDATE
-            raise StepError(
-                f"{plural(self._empty, 'block')} from step 0 on, and {missing} in "
-                f"{'it' if self._empty == 1 else 'them'} ({self._empty_at})",
-                hint=call,
-            )
+        if not self._adapter.scaled and isinstance(self._adapter, ProvesBlocks):
+            self._empty.require_change(ended=ended)
 
     def _note_empty(self, step: Step) -> None:
         """Count the block of ``step``, which has just been committed, if it changed no weight."""
         if step.updated and step.changed:
-            self._empty = NOT_EMPTY
-        elif self._empty == step.number:
-            self._empty += 1
-            self._stepped = bool(step.updated)
-            self._empty_at = place_in_script()
-            self.refuse_empty(excused=self._empty < EMPTY_MAX)
-        else:
-            self._empty = NOT_EMPTY  # the training began before this block
+            self._empty.over = True
+        elif not self._empty.over:
+            self._empty.add(step.number, stepped=bool(step.updated), place=place_in_script())
+            self.refuse_empty(ended=False)
 
     def _is_fault(self, error: BaseException) -> bool:
         if isinstance(error, Aborted):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -23,18 +23,24 @@ class TorchGradients:
         """Switch the gradient log off: the log could hold an update that :meth:`drop` prevents."""
         self._updates.refuse("nonfinite='skip' may leave an update out")
 
-    def nonfinite(self, optimizer: str) -> str:
-        """Return the name of the first weight whose gradient holds inf or nan, or an empty text.
+    def begin_check(self, optimizer: str) -> Callable[[], str]:
+        """Queue the check for inf and nan on the device. Return a function that waits for it.
 
-        With a scaler, which judges each optimizer separately, only the gradients of ``optimizer`` are checked;
-        otherwise the gradients of all optimizers.
+        That function returns the name of the first weight whose gradient holds inf or nan, or an empty text. With a
+        scaler, which judges each optimizer separately, only the gradients of ``optimizer`` are checked; otherwise the
+        gradients of all optimizers.
         """
-        found = [g for _, g in self._of(optimizer) if g.numel()]
         with torch.no_grad():
-            if _are_finite(found):
+            flags = _nonfinite_flags([g for _, g in self._of(optimizer) if g.numel()])
+
+        def first() -> str:
+            if not any(map(bool, flags)):
                 return ""
-            named = self._of(optimizer)
-            return next((name for name, g in named if not bool(torch.isfinite(g).all())), "")
+            with torch.no_grad():
+                named = self._of(optimizer)
+                return next((name for name, g in named if not bool(torch.isfinite(g).all())), "")
+
+        return first
 
     def weights_alone(self) -> int | None:
         """Return torch's count of writes to all parameters together; None if a parameter has a gradient."""
@@ -62,8 +68,8 @@ class TorchGradients:
                 yield name, gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _are_finite(found: Sequence[torch.Tensor]) -> bool:
-    """Return True if all numbers in ``found`` are finite. A result of False may be wrong.
+def _nonfinite_flags(found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return flags on the devices of ``found``; all are false if all numbers are finite. A flag may be true in error.
 
     On other devices than CUDA the sum of each tensor is checked, because inf and nan pass through a sum. But a sum of
     finite numbers may also be inf. On CUDA each sum would be a separate kernel, so another check is used.
@@ -71,9 +77,9 @@ def _are_finite(found: Sequence[torch.Tensor]) -> bool:
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for each in found:
         alike.setdefault((each.device, each.dtype), []).append(each)
-    return all(
-        private_api.are_finite(group)
+    return [
+        private_api.nonfinite_flag(group)
         if device.type == "cuda"
-        else bool(torch.isfinite(torch.stack([each.sum() for each in group])).all())
+        else ~torch.isfinite(torch.stack([each.sum() for each in group])).all()
         for (device, _), group in alike.items()
-    )
+    ]
