@@ -43,7 +43,9 @@ def main() -> None:
     torch.manual_seed(SEED)
     net = Net().to(DEVICE)
     (result / f"device-{os.getpid()}").touch()
-    wrapped = DistributedDataParallel(net, device_ids=[DEVICE.index])
+    # torch orders what gloo copies to the device before later work of the default stream alone. On another stream,
+    # DDP's copies from its buckets to the gradients would come too early; gradients in the buckets need no copies.
+    wrapped = DistributedDataParallel(net, device_ids=[DEVICE.index], gradient_as_bucket_view=arguments.side)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=3)
     average = torch.zeros(WIDTH, device=DEVICE)
@@ -68,7 +70,6 @@ def main() -> None:
                 ):  # a spare that asks for its rank is held here
                     die_once(result / "died")
                 scaler.scale(loss).backward()
-                # torch orders what gloo copies to the device before later work of the default stream alone.
                 stream.wait_stream(torch.cuda.default_stream(DEVICE))
                 scaler.step(optimizer)
                 scaler.update()

@@ -1,4 +1,7 @@
-"""Jobs of four ranks on one GPU: the lost rank is replaced bit for bit; spares and forks do not use the device."""
+"""Jobs of several ranks on one GPU.
+
+A lost rank is replaced bit for bit, with CUDA graphs as well. Spares and forks do not use the device.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from tests.session.launch import run_job
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 JOB = str(Path(__file__).with_name("shared_job.py"))
+GRAPH_JOB = str(Path(__file__).with_name("graph_job.py"))
 RANKS = 4
 AT = 5
 
@@ -108,3 +112,28 @@ def test_a_spare_is_held_before_its_first_allocation(tmp_path: Path, undisturbed
         done.events("spare_called")
     )
     assert done.digests() == undisturbed.digests()
+
+
+def graph_job(where: Path, ranks: int, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the job with CUDA graphs in ``where``. Return its end, and the digests by rank that it has written."""
+    result = where / "result"
+    result.mkdir(parents=True)
+    done = run_job(where, ranks, GRAPH_JOB, "--result", str(result), *arguments)
+    return done, [path.read_text() for path in sorted(result.glob("rank-*"))]
+
+
+@pytest.mark.parametrize("graph", ["compiled", "callables"])
+def test_forward_and_backward_may_lie_in_cuda_graphs(tmp_path: Path, graph: str) -> None:
+    calm, due = graph_job(tmp_path / "calm", 2, "--graph", graph)
+    killed, digests = graph_job(tmp_path / "killed", 2, "--graph", graph, "--die", "6")
+    assert calm.returncode == killed.returncode == 0, killed.stdout
+    assert "1 fault, 0 steps lost" in killed.stdout
+    assert digests == due and len(due) == 2
+
+
+@pytest.mark.parametrize("die", ["-1", "6"])
+def test_an_update_in_a_cuda_graph_is_refused(tmp_path: Path, die: str) -> None:
+    """Regression: a job that was killed in its first ten steps ended with exit code 0, without a vote on any update."""
+    done, _ = graph_job(tmp_path, 1, "--graph", "update", "--die", die)
+    assert done.returncode == 3, done.stdout
+    assert "no optimizer of the session took a step" in done.stdout and "CUDA graph" in done.stdout
