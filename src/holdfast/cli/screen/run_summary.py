@@ -57,6 +57,24 @@ def largest_loss(view: RunView) -> str:
     return f" ({cause} {span(lost_s)})" if lost_s > LOSS_SHOWN_LEAST * view.elapsed_s else ""
 
 
+PLACES = {
+    phase.name.lower(): text
+    for phase, text in (
+        (Phase.READY, "between two blocks, at step {step}"),
+        (Phase.LOADING, "while it drew the batch of step {step}"),
+        (Phase.SECTION, "in a section at step {step}"),
+        (Phase.ABORTED, "after a block of step {step} that did not count"),
+        (Phase.IN_DOUBT, "in the vote of step {step}, before it knew the result"),
+        (Phase.TORN, "in the update of step {step}, which it had left"),
+        (Phase.FINISHED, "after its last step, at step {step}"),
+        (Phase.SPARE, "as a spare, at step {step}"),
+        (Phase.AFTER, "after the training, at step {step}"),
+        (Phase.LEFT, "after its script had ended, at step {step}"),
+    )
+}
+"""Texts about the place of a rank in its script, by the name of the phase; other phases are a part of the block."""
+
+
 def kept(view: RunView) -> str:
     """Return a text about the newest checkpoint of a run and the steps after it, which are lost."""
     behind = 0 if view.cut_off else view.step - max(view.kept_step, 0)
@@ -109,10 +127,8 @@ def fault_place(fault: FaultView) -> str:
         return "before any session"
     if fault.phase == NO_PAGE:
         return "not known: what it showed went with it"
-    if fault.phase == Phase.AFTER.name.lower():
-        return f"after the training, at step {fault.step:,}"
-    if fault.phase == Phase.LEFT.name.lower():
-        return f"after its script had ended, at step {fault.step:,}"
+    if fault.phase in PLACES:
+        return PLACES[fault.phase].format(step=f"{fault.step:,}")
     return f"in {fault.phase} of step {fault.step:,}" if fault.phase else f"at step {fault.step:,}"
 
 
