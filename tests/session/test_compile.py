@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 
 import holdfast
+from holdfast.package import DIRECTORY
 
 pytestmark = pytest.mark.torch
 
@@ -93,3 +95,51 @@ def test_a_session_adds_no_graph_and_no_break(tmp_path: Path, way: Callable[...,
         return len(graphs), sum(counters["graph_break"].values())
 
     assert train(session=True) == train(session=False) == (1, 0)
+
+
+def one_by_one(update: Callable[[Tensor], None], optimizer: Any) -> Callable[[Tensor], None]:
+    """Compile ``optimizer.step`` as the documentation of torch shows."""
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    return update
+
+
+def all_together(update: Callable[[Tensor], None], optimizer: Any) -> Callable[[Tensor], None]:
+    """Compile forward, backward and update as one function."""
+    made: Callable[[Tensor], None] = torch.compile(update, backend="eager")
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, when it traces its own optimizers
+@pytest.mark.parametrize("way", [one_by_one, all_together])
+def test_a_compiled_update_votes_and_keeps_its_bits(tmp_path: Path, way: Callable[..., Any]) -> None:
+    """Regression: torch.compile traced into the vote of the session, and failed there in a job of several ranks."""
+    traced: set[str] = set()
+    handle = register_bytecode_hook(lambda code, _: traced.add(code.co_filename))
+
+    def train(session: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+        def update(x: Tensor) -> None:
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = way(update, optimizer)
+        batches = [torch.full((2, 4), float(number)) for number in range(3)]
+        if session:
+            with holdfast.session(model=net, optimizer=optimizer, checkpoint=tmp_path, resume="never") as s:
+                for step in s.steps(batches, until=3):
+                    with step as batch:
+                        run(batch)
+            assert s.step == 3
+        else:
+            for batch in batches:
+                run(batch)
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+    assert all(map(torch.equal, train(session=True), train(session=False)))
+    handle.remove()
+    assert not [path for path in traced if str(DIRECTORY) in path]

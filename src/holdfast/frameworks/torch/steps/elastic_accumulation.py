@@ -48,7 +48,8 @@ class ElasticAccumulation:
         """Begin the block of part ``part`` (from 0) of ``parts``; add the gradients of the previous part to the sum."""
         if self._original is None:
             self._original = torch.autograd.backward
-            torch.autograd.backward = self._backward
+            # A script that compiles its whole step calls it there: torch.compile must not trace into it.
+            torch.autograd.backward = torch.compiler.disable(self._backward)
         if part == 0:
             self._sums = {}
         for name, gradient in self._last.items() if part else ():
