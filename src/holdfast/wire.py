@@ -147,7 +147,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-_SAME_TOKEN = "use the one token file of this run, the same on every host: --token-file"
+_SAME_TOKEN = (
+    "use the one token file of this run, the same on every host: --token-file; "
+    "if another run has this port: another --master-port, the same on every host"
+)
 _SAME_ENCRYPTION = "--encrypt on every host, or on none"
 SAME_VERSION = "install the same version of holdfast on every host"
 Greeting = ServerChallenge | ClientProof | Welcome | Refused

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from holdfast.core.ids import Generation
-from holdfast.errors import GroupError, PeerLost, UnsupportedError
+from holdfast.errors import FaultError, GroupError, PeerLost, StepError, UnsupportedError
 from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.comm.control_store import ControlStore
 from holdfast.frameworks.torch.comm.gloo_abort import Recorder
@@ -303,6 +304,78 @@ def _break_off(line: Line, moment: str) -> None:
     for work in works:
         assert work is not None
         work.wait()
+
+
+def waited_for_later(line: Line, when: str) -> dict[str, str]:
+    """Begin communication in rank 0 that rank 1 never joins, lose the generation, and wait only in the next one.
+
+    Args:
+        when: the moment of the wait: in the next block, or between two blocks.
+
+    Returns: what each wait said, and whether the process still takes part.
+    """
+    dist.init_process_group("gloo", timeout=LIMIT)
+    _all_built(line)
+    state = fabric()
+    waits: dict[str, Callable[[], Any]] = {}
+    if line.rank == 0:
+        received = dist.irecv(torch.ones(SIZE), 1)
+        reduced, awaited, resolved = (dist.all_reduce(torch.ones(SIZE), async_op=True) for _ in range(3))
+        assert received and reduced and awaited and resolved
+        waits = {
+            "recv": received.wait,
+            "all_reduce": reduced.wait,
+            "again": awaited.wait,
+            "future": resolved.get_future().wait,
+        }
+    state.shield(when == "block")
+    _all_built(line, "begun")
+    state.poison("rank 1 is gone")
+    if waits:
+        with suppress(FaultError, StepError):  # the block in which the fault comes is not committed
+            waits["again"]()
+    assert state.quiesce()
+    state.shield(False)
+    state.reconfigure(Generation(1, 2))
+    state.shield(when == "block")
+    found = {}
+    for name, wait in waits.items():
+        try:
+            found[name] = f"returned {wait()}"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    found["sum"] = repr(x.item())
+    return found
+
+
+def written_after_quiesce(line: Line, trials: int) -> int:
+    """Poison rank 0 in the middle of large messages that it never waits for.
+
+    Returns: how often the memory of a message has changed after ``quiesce()``.
+    """
+    dist.init_process_group("gloo", timeout=LIMIT)
+    state, changed = fabric(), 0
+    for number in range(1, trials + 1):
+        _all_built(line, f"built-{number}")
+        message = torch.full((30_000_000,), float(line.rank))
+        work = dist.irecv(message, 1) if line.rank == 0 else dist.isend(message, 0)
+        assert work is not None
+        if line.rank == 0:
+            while not message[0]:
+                pass
+            state.poison("again")
+            assert state.quiesce()
+            at_once = message[::4096].clone()
+            time.sleep(0.2)
+            changed += not torch.equal(at_once, message[::4096])
+        _all_built(line, f"looked-{number}")
+        if line.rank == 1:
+            state.poison("again")
+        state.quiesce()
+        state.reconfigure(Generation(1, number + 1))
+    return changed
 
 
 def _held() -> list[int]:

@@ -115,6 +115,21 @@ def test_broken_groups_leave_nothing_behind(worlds: Worlds) -> None:
         assert found == [found[0]] * 5
 
 
+@pytest.mark.parametrize("when", ["block", "between"])
+def test_what_a_lost_generation_began_never_counts_as_done(worlds: Worlds, when: str) -> None:
+    """Regression: in the next block the wait returned, as if the data had come, and the step was committed."""
+    first, second = worlds.values(faults.waited_for_later, 2, when=when)
+    assert first["sum"] == second["sum"] == "2.0"
+    for name in ("recv", "all_reduce", "again"):
+        assert first[name].startswith("StepError: "), first
+    assert ("StepError: " if when == "block" else "PeerLost: ") in first["future"], first
+
+
+def test_nothing_is_received_into_memory_that_a_recovery_has_restored(worlds: Worlds) -> None:
+    """Regression: a message that was never waited for counted as settled while gloo still wrote it."""
+    assert worlds.values(faults.written_after_quiesce, 2, trials=10)[0] == 0
+
+
 def test_nobody_waits_for_the_end_of_a_broken_group(worlds: Worlds) -> None:
     assert worlds.values(faults.buried_in_a_wait)[0] == [False, True]
 

@@ -58,6 +58,22 @@ def test_runs_are_listed_newest_first(holdfast: Run, runs: dict[str, Made]) -> N
     assert [one["ended_s"] is None for one in listed] == [True, False, False, False]
 
 
+def test_a_file_of_the_user_among_the_logs_stays(holdfast: Run, runs: dict[str, Made]) -> None:
+    """Regression: only the names in the run directory itself were looked at."""
+    for name, file in (
+        ("old", "profile.json"),
+        ("again", "rank-00000.env.jsonl"),
+        ("again", "rank-00000.log"),
+    ):
+        logs = runs[name].directory.path / "attempt-000"
+        logs.mkdir(exist_ok=True)
+        (logs / file).touch()
+    done = gc(holdfast, "--keep", "1")
+    assert done["removed"] == ["again", "again.1"]
+    assert "not Holdfast's: attempt-000/profile.json" in done["spared"]["old"]
+    assert (runs["old"].directory.path / "attempt-000" / "profile.json").is_file()
+
+
 def test_no_run_and_a_damaged_one(holdfast: Run, tmp_path: Path) -> None:
     assert "there is no run below" in holdfast("ls").stdout
     (tmp_path / "runs/bad").mkdir(parents=True)

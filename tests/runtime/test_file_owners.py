@@ -68,7 +68,41 @@ def test_settings_that_name_another_directory_of_logs_move_nothing(run: RunDir, 
     (logs / "attempt-000").mkdir(parents=True)
     RunSettings(run_id="job1", log_dir=str(logs)).save(run.path)
     assert put_aside(run, lambda: None) == run.path.with_name("job1.1")
-    assert not logs.exists() and (tmp_path / "logs" / "job1.1" / "attempt-000").is_dir()
+    assert not any(logs.iterdir()) and (tmp_path / "logs" / "job1.1" / "attempt-000").is_dir()
+
+
+def test_files_of_others_beside_the_logs_stay(run: RunDir, tmp_path: Path) -> None:
+    """Regression: the whole directory of the logs was renamed when the run was started again."""
+    logs = tmp_path / "logs" / "job1"
+    for name in ("attempt-000", "attempt-001", "attempt-of-mine", "tensorboard"):
+        (logs / name).mkdir(parents=True)
+        (logs / name / "file").write_text(name)
+    (logs / "thesis").touch()
+    (logs / "attempt-002").symlink_to(logs / "tensorboard")
+    aside = tmp_path / "logs" / "job1.1"
+    aside.mkdir()  # from a start that was killed after it had moved one directory
+    (logs / "attempt-000").rename(aside / "attempt-000")
+    RunSettings(run_id="job1", log_dir=str(logs)).save(run.path)
+    earlier = put_aside(run, lambda: None)
+    assert earlier is not None and RunSettings.load(earlier).log_dir == str(aside)
+    assert sorted(path.name for path in aside.iterdir()) == ["attempt-000", "attempt-001"]
+    assert sorted(path.name for path in logs.iterdir()) == [
+        "attempt-002",
+        "attempt-of-mine",
+        "tensorboard",
+        "thesis",
+    ]
+
+
+def test_logs_are_not_moved_through_a_link(run: RunDir, tmp_path: Path) -> None:
+    logs, elsewhere = tmp_path / "logs" / "job1", tmp_path / "elsewhere"
+    (logs / "attempt-000").mkdir(parents=True)
+    elsewhere.mkdir()
+    (tmp_path / "logs" / "job1.1").symlink_to(elsewhere)
+    RunSettings(run_id="job1", log_dir=str(logs)).save(run.path)
+    with pytest.raises(OSError, match="is a link"):
+        put_aside(run, lambda: None)
+    assert not any(elsewhere.iterdir()) and (logs / "attempt-000").is_dir() and run.path.is_dir()
 
 
 @as_root

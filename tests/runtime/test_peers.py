@@ -6,10 +6,14 @@ import asyncio
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.peer_messages import Peer, PeerHello, PeerList, PeerMessage, PeerRefused
+from holdfast.errors import UsageError
 from holdfast.event_log import EventLog
-from holdfast.runtime.agent.agent_events import PartFailed, PeersEvent
+from holdfast.runtime.agent.agent_events import PartFailed, PeersEvent, TurnedAway
 from holdfast.runtime.agent.peers import PEER_MESSAGES, Peers
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
@@ -73,6 +77,43 @@ def test_a_contact_that_cannot_even_be_looked_up_is_told(tmp_path: Path) -> None
 
     event = asyncio.run(scenario())
     assert isinstance(event, PartFailed) and isinstance(event.error, UnicodeError)
+
+
+def test_the_port_of_another_run_is_named(tmp_path: Path) -> None:
+    """Two jobs of Slurm with one port, on a host that both use, said "another program" and "--token-file"."""
+    runs = [RunDir(tmp_path / name) for name in ("run", "other")]
+    for run in runs:
+        run.create()
+    settings = RunSettings(run_id="t", target="x", nnodes=2, bind="127.0.0.1")
+
+    async def scenario() -> list[str]:
+        log, said = EventLog.open(runs[0].journal, "test"), []
+        turned_away: asyncio.Future[PeersEvent] = asyncio.get_running_loop().create_future()
+        other = Peers(runs[1], settings, log, print)
+        taken = await other.listen()
+        ours = msgspec.structs.replace(settings, contacts=(f"127.0.0.1:{taken.port}",), first_contacts=1)
+        first = Peers(runs[0], ours, log, print)
+        second = Peers(runs[0], msgspec.structs.replace(ours, node="node1"), log, turned_away.set_result)
+        second.known[second.me] = Peer(second.me, "elsewhere", "127.0.0.2", 1, 0)
+        try:
+            with pytest.raises(UsageError) as raised:
+                await first.listen()
+            said.append(str(raised.value))
+            second.begin()
+            event = await asyncio.wait_for(turned_away, BOUND_S)
+            assert isinstance(event, TurnedAway)
+            said.append(event.reason)
+        finally:
+            for peers in (first, second, other):
+                await peers.end()
+            log.close()
+        return said
+
+    first, second = asyncio.run(scenario())
+    for run in runs:
+        run.remove_pages()
+    assert "where another run listens" in first and "another --master-port" in first
+    assert "wrong token" in second and "another --master-port" in second
 
 
 def test_an_agent_learns_the_job_though_the_connection_with_its_name_was_lost(tmp_path: Path) -> None:

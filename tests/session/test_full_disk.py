@@ -13,6 +13,7 @@ from holdfast.store.manage.checkpoint_root import Root
 from tests.runtime.runs import until
 from tests.session.launch import run_job
 from tests.session.room_job import STEPS
+from tests.session.test_jobs import events
 from tests.session.test_solo import Job
 
 pytestmark = pytest.mark.torch
@@ -82,6 +83,8 @@ def test_every_rank_says_what_the_disk_of_one_has_said(tmp_path: Path) -> None:
     last = [line for line in done.stdout.splitlines() if line.startswith("error: ")][-1]
     assert "File too large" in last and str(tmp_path / "ckpt") in last
     assert "raise the file size limit" in done.stdout
+    saved = [event["data"] for event in events(tmp_path, "saved") if event["data"]["save_kind"] == "final"]
+    assert sorted((each["rank"], bool(each["error"])) for each in saved) == [(0, False), (1, True)]
 
 
 @pytest.mark.parametrize("full", ["memory", "disk"])

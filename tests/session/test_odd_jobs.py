@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from holdfast.exit_codes import Exit
 from tests.session.launch import run_job
 from tests.session.odd_job import STEPS
 
@@ -206,3 +207,14 @@ def test_a_division_that_a_fault_would_change_is_warned_of(tmp_path: Path) -> No
     assert code == 0 and output.count("after a fault the last bits may differ; zero_grad() is exact") == 1, (
         output
     )
+
+
+@pytest.mark.parametrize("arguments", [("receive",), ("receive", "0"), ("sum",), ("sum", "0")], ids=" ".join)
+def test_communication_that_a_block_begins_for_the_next_one_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """Regression: the next block trained with the data of one rank, after its rehearsal or after a recovery."""
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("prefetch_job.py")), *arguments)
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert "was begun before this block" in done.stdout
+    assert "call wait() before the end of the block" in done.stdout

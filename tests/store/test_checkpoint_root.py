@@ -111,6 +111,22 @@ def test_prune_keeps_the_newest_valid_ones_and_young_wrecks(tmp_path: Path) -> N
         root.prune(0)
 
 
+def test_pruning_says_whether_what_stays_is_unfinished_or_damaged(tmp_path: Path) -> None:
+    """Regression: a damaged checkpoint was spared as "unfinished", which hid that a repair may be possible."""
+    for step in (10, 20):
+        save(tmp_path, WORLD, save_id(step))
+    young = wreck(tmp_path, 30)
+    damaged = tmp_path / save_id(20).directory()
+    (shard,) = damaged.glob("*r00001*.safetensors")
+    shard.unlink()
+    spared = Root(tmp_path).prune(1).spared
+    assert spared[young.name] == "unfinished, and younger than 3600 s"
+    assert (
+        spared[damaged.name].startswith("damaged (")
+        and f"{shard.name}: does not exist" in spared[damaged.name]
+    )
+
+
 def test_a_wreck_that_its_run_is_past_is_pruned_at_once(tmp_path: Path) -> None:
     past = wreck(tmp_path, 5)
     young = [wreck(tmp_path, 40), wreck(tmp_path, 6, run="other"), wreck(tmp_path, 7, n=2)]

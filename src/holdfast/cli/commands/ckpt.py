@@ -334,7 +334,7 @@ def import_(
     "--hours", type=FiniteNumber(min=0), default=0.0, help="Also keep those of the last so many hours."
 )
 @click.option("--grace-s", type=FiniteNumber(min=0), default=GRACE_S, show_default=True,
-              help="Spare unfinished attempts, and the newest of each run, younger than this.")  # fmt: skip
+              help="Spare attempts that are not valid, and the newest of each run, younger than this.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
 def prune(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from holdfast.errors import UsageError
 from holdfast.runtime.agent.worker_processes import processes
 from holdfast.runtime.node.file_owners import doubt
 from holdfast.runtime.node.run_settings import ARGUMENTS_FILE, SETTINGS_FILE
-from holdfast.runtime.node.rundir import ATTEMPT, RunDir, is_free, try_lock
+from holdfast.runtime.node.rundir import ATTEMPT_NAME, RunDir, is_free, try_lock
 from holdfast.text import closest, plural
 
 DAY_S = 86400.0
@@ -41,8 +41,10 @@ _OWN = frozenset({
     "launcher.lock", "agent.json", "controller.json", "zygote.json", "agent.log", "controller.log", "zygote.log",
     "spares", "room", "kv.log",
 })  # fmt: skip
-_OWN_BEGINS = re.compile(rf"{ATTEMPT}\d+$|\.[a-z.]+\.\d+\.[0-9a-f]{{8}}$")
-"""Pattern of the names of log directories, and of temporary files that an interrupted write has left."""
+_TEMPORARY = re.compile(r"\.[a-z0-9.-]+\.\d+\.[0-9a-f]{8}")
+"""Pattern of the names of temporary files that an interrupted write has left."""
+_LOG = re.compile(r"rank-\d+\.(log|error\.json|env\.jsonl)")
+"""Pattern of the names of the files in a log directory."""
 
 
 class RemovedRuns(msgspec.Struct):
@@ -165,16 +167,24 @@ def _holds(path: Path) -> str:
     checkpoints = RunDir(path).checkpoints
     if checkpoints.is_dir() and not checkpoints.is_symlink() and any(checkpoints.iterdir()):
         return f"it holds checkpoints (to remove them, too: --checkpoints-of {path.name})"
-    others = sorted(
-        name
-        for name in os.listdir(path)
-        if name not in _OWN and name != checkpoints.name and not _OWN_BEGINS.match(name)
-    )
+    others = sorted(name for name in _others(path) if name != checkpoints.name)
     if not others:
         return ""
     more = f" and {len(others) - NAMED_MAX} more" if len(others) > NAMED_MAX else ""
     named = ", ".join(others[:NAMED_MAX])
     return f"it holds files that are not Holdfast's: {named}{more} (to remove them, too: --checkpoints-of {path.name})"
+
+
+def _others(path: Path) -> Iterator[str]:
+    """Yield the names of the entries of a run directory and of its log directories that Holdfast has not made."""
+    for entry in path.iterdir():
+        if ATTEMPT_NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            names = (each.name for each in entry.iterdir())
+            yield from (
+                f"{entry.name}/{n}" for n in names if not (_LOG.fullmatch(n) or _TEMPORARY.fullmatch(n))
+            )
+        elif entry.name not in _OWN and not _TEMPORARY.fullmatch(entry.name):
+            yield entry.name
 
 
 def _size_bytes(path: Path) -> int:

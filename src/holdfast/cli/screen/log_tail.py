@@ -7,18 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from holdfast.runtime.node.rundir import log_path
+from holdfast.runtime.node.rundir import ATTEMPT_NAME, log_path
 
 READ_SIZE_BYTES_MAX = 1 << 20
 LINE_SIZE_BYTES_MAX = 64 * 1024
 UPDATED_PERIOD_S = 30.0
-_ATTEMPT = re.compile(r"attempt-(\d{3,})")
 _RANK = re.compile(r"rank-(\d{5,})\.log")
 
 
 def attempts(log_dir: Path) -> list[int]:
     """Return the numbers of the attempts (starts of all workers) that have logs, ascending."""
-    found = [_ATTEMPT.fullmatch(p.name) for p in log_dir.iterdir()] if log_dir.is_dir() else []
+    found = [ATTEMPT_NAME.fullmatch(p.name) for p in log_dir.iterdir()] if log_dir.is_dir() else []
     return sorted(int(match[1]) for match in found if match)
 
 

@@ -133,14 +133,16 @@ class Peers:
         ``first`` is the first contact. Its address belongs to this host, but this agent does not listen there.
 
         Raises:
-            UsageError: another program listens there.
+            UsageError: another program or the agent of another run listens there.
         """
         try:
             async with asyncio.timeout(NEIGHBOUR_S):
                 await self._hub.connect(first, PEERS, "peer")
-        except (OSError, ProtocolError):
+        except (OSError, ProtocolError) as error:
+            run = isinstance(error, AuthError)
             raise UsageError(
-                f"the others look for this host at {first}, where another program listens",
+                f"the others look for this host at {first}, where another "
+                f"{'run listens, or this run with another token' if run else 'program listens'}",
                 hint="end it, or another --master-port, the same on every host",
             ) from None
 

@@ -7,11 +7,12 @@ starts are ``ID.1`` (the oldest), ``ID.2``, ...
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from holdfast.errors import UsageError
 from holdfast.runtime.agent.worker_processes import processes
 from holdfast.runtime.node.file_owners import doubt, is_ours
 from holdfast.runtime.node.run_settings import SETTINGS_FILE, RunSettings
-from holdfast.runtime.node.rundir import ATTEMPT, RunDir, is_free
+from holdfast.runtime.node.rundir import ATTEMPT_NAME, RunDir, is_free
 
 POLL_S = 0.1
 AFTER_GRACE_S = 60.0  # added to the grace time, for saves in flight
@@ -28,6 +29,8 @@ AFTER_GRACE_S = 60.0  # added to the grace time, for saves in flight
 
 def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
     """Rename the run directory and the logs of the previous start of this run, which has ended.
+
+    In the directory of ``--log-dir``, only the directories of attempts are moved.
 
     Args:
         waiting: called once if this function has to wait: the previous start has lost its launcher, and its processes
@@ -52,10 +55,11 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
     _await_end(run, settings.grace_s + AFTER_GRACE_S, waiting)
     run.remove_pages()
     number = next(n for n in itertools.count(1) if not _numbered(run.path, n).exists())
-    if settings.log_dir and _is_of_logs(Path(settings.log_dir), run.path.name):
-        logs = _numbered(Path(settings.log_dir), number)
-        os.rename(settings.log_dir, logs)
-        _rewrite(run.path, msgspec.structs.replace(settings, log_dir=str(logs)))
+    logs = Path(settings.log_dir)
+    if logs.name == run.path.name:  # the settings file may name any directory
+        aside = _numbered(logs, number)
+        _move(_attempts(logs), aside)
+        _rewrite(run.path, msgspec.structs.replace(settings, log_dir=str(aside)))
     return run.path.rename(_numbered(run.path, number))
 
 
@@ -87,15 +91,23 @@ def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None
         time.sleep(POLL_S)
 
 
-def _is_of_logs(directory: Path, run_id: str) -> bool:
-    """Return True if ``directory`` is this user's, has the name of this run, and is empty or has ``attempt-`` entries.
+def _attempts(logs: Path) -> list[Path]:
+    """Return the directories ``attempt-NNN`` of this user in ``logs``, which may also have files of others."""
+    if not logs.is_dir() or not is_ours(logs):
+        return []
+    named = (path for path in logs.iterdir() if ATTEMPT_NAME.fullmatch(path.name))
+    return sorted(path for path in named if path.is_dir() and is_ours(path))
 
-    The check is needed because ``directory`` comes from the run's settings file, which may name any directory.
-    """
-    if directory.name != run_id or not directory.is_dir() or not is_ours(directory):
-        return False
-    names = [path.name for path in directory.iterdir()]
-    return not names or any(name.startswith(ATTEMPT) for name in names)
+
+def _move(found: Sequence[Path], aside: Path) -> None:
+    """Move the directories ``found`` into ``aside``. Raises: OSError: that is no directory of this user."""
+    if not found:
+        return
+    aside.mkdir(mode=0o700, exist_ok=True)
+    if not is_ours(aside):
+        raise PermissionError(errno.EPERM, f"{aside} is a link, or belongs to another user")
+    for path in found:
+        path.rename(aside / path.name)
 
 
 def _numbered(path: Path, number: int) -> Path:

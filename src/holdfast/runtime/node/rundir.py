@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -31,6 +32,8 @@ PAGES_PREFIX = "holdfast-"
 OWNER = "run"  # file beside the status pages: has the path of the run; locked while agent or launcher lives
 PAGE = "page-"
 ATTEMPT = "attempt-"
+ATTEMPT_NAME = re.compile(rf"{ATTEMPT}(\d{{3,}})")
+"""Pattern of the names of log directories: one per attempt (start of all workers)."""
 SPARE_PAGE = "spare-"
 LAST_LINES = 20
 MODULES = {

@@ -10,7 +10,7 @@ were made when the block began.
 Invariants:
 1. A save has the same id on all ranks. Its parts (run, generation, step, attempt, kind) come from the vote before the
    save, or from the order of the decision.
-2. On every rank, a save that no fence cuts off ends with a ``SaveReported`` message to the controller.
+2. On every rank, a save that no fence cuts off ends with one ``SaveReported`` message to the controller.
 """
 
 from __future__ import annotations
@@ -252,25 +252,60 @@ class Checkpointer:
         save_id = SaveId(self._run, *now, attempt, kind)
         self._rank.enter(Phase.SAVE)
         try:
-            return self._save(save_id, self.root, wait)
+            written = self._write(save_id, self.root, wait)
+            return written is not None and self._is_whole(save_id, self.root, written)
         except PeerLost:
             self._rank.await_fence()
             return False
+        finally:
+            if not self._rank.fenced:
+                self._rank.enter(Phase.READY)
+
+    def _write(self, save_id: SaveId, root: Place, wait: bool) -> WrittenShare | HoldfastError | None:
+        """Write the share of this rank and report it. Return it, or the error, which is reported too.
+
+        Without ``wait``, and after a fault, return None.
+
+        Raises:
+            HoldfastError: the state cannot be read. This is reported.
+        """
+        try:
+            return self._save(save_id, root, wait)
+        except PeerLost:
+            raise
         except HoldfastError as error:
             if self._rank.fenced:
-                return False  # the other ranks are lost: the decision that follows saves this step
+                return None  # the other ranks are lost: the decision that follows saves this step
             self._report(save_id, error)
             if wait:
                 raise
             # The other ranks have handed over their shares, and ask later whether all ranks have written theirs.
             self.saved(save_id.step)
             self._unwritten = self._saved
-            return False
-        finally:
-            if not self._rank.fenced:
-                self._rank.enter(Phase.READY)
+            return None
 
-    def _save(self, save_id: SaveId, root: Place, wait: bool) -> bool:
+    def _is_whole(self, save_id: SaveId, root: Place, share: WrittenShare | HoldfastError) -> bool:
+        """Return whether the checkpoint is sealed, after this rank has reported its share, or why there is none.
+
+        Raises:
+            HoldfastError: this rank or another one could not write its share.
+        """
+        if isinstance(share, HoldfastError):
+            tell_why(self._rank.client, _why_key(save_id), self._adapter.rank, share)
+            self.all_say(False)  # the other ranks have written theirs, and wait for this vote
+            self._abandon(save_id)
+            raise share
+        if self.all_say(True):
+            self.saved(save_id.step)
+            return share.sealed or self._await_seal(root / save_id.directory())
+        if self._rank.fenced:
+            return False
+        why, hint = hear_why(self._rank.client, _why_key(save_id))
+        error = StoreWriteError(f"step {save_id.step} is not saved: {why}", hint=hint)
+        log.error("holdfast: %s", error)
+        raise error
+
+    def _save(self, save_id: SaveId, root: Place, wait: bool) -> WrittenShare | HoldfastError | None:
         started_s = time.perf_counter()
         collected, catalogue, made = self._verified()
         rank = self._adapter.rank
@@ -284,7 +319,7 @@ class Checkpointer:
                 self._costs[save_id] = (stall_s, self._pace.take_delay())
             self._pace.measured(stall_s=stall_s)
             self.saved(save_id.step)
-            return False
+            return None
         self._background.wait()
         started_s = time.perf_counter()
         threads = threads_of_rank()
@@ -293,17 +328,13 @@ class Checkpointer:
                 root, save_id, catalogue, made, rank, collected, values, own, threads=threads
             )
         except HoldfastError as error:
-            tell_why(self._rank.client, _why_key(save_id), rank, error)
-            self.all_say(False)  # the other ranks have written theirs, and wait for this vote
-            self._abandon(save_id)
-            raise
+            if self._rank.fenced:
+                return None
+            self._report(save_id, error)  # before the vote: the others end the run because of it
+            return error
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
-        if not self.all_say(True):
-            why, hint = hear_why(self._rank.client, _why_key(save_id))
-            raise StoreWriteError(f"step {save_id.step} is not saved: {why}", hint=hint)
-        self.saved(save_id.step)
-        return written.sealed or self._await_seal(root / save_id.directory())
+        return written
 
     def require_sealed(self, sealed: bool) -> None:
         """Raise StoreWriteError if the final checkpoint is not sealed, unless a recovery has begun."""

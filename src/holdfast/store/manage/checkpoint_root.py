@@ -6,9 +6,9 @@ gets the same answer.
 
 Invariants:
 1. The newest valid checkpoint is never removed. An attempt is not removed while a process reads or writes it. An
-   attempt that is younger than ``grace_s`` seconds is not removed in two cases: it is unfinished, or it is the newest
-   attempt of another run. Pruning for one lineage (a run and
-   the runs that it continues) removes an attempt of other runs only if the attempt was never finished.
+   attempt that is younger than ``grace_s`` seconds is not removed in two cases: it is not valid, or it is the newest
+   attempt of another run. Pruning for one lineage (a run and the runs that it continues) removes an attempt of other
+   runs only if the attempt was never finished.
 2. An attempt is never changed. It is only made, sealed, repaired from copies in the same attempt, or removed.
 """
 
@@ -236,7 +236,8 @@ class Root:
                 spared[name] = found.reason
                 continue
             if not found.valid and name not in past and self._store.age_s(name) < grace_s:
-                spared[name] = f"unfinished and younger than {grace_s:g} s"
+                what = "unfinished" if found.unfinished else f"damaged ({found.reason})"
+                spared[name] = f"{what}, and younger than {grace_s:g} s"
             elif dry_run or self._store.remove(name):
                 removed.append(name)
             else:

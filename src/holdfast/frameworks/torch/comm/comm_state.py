@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,13 @@ class Pending(Protocol):
         """Complete the future of this collective, so that all code that waits for it continues."""
 
 
+class CommMoment(NamedTuple):
+    """The number of reconfigurations of the groups, and of blocks that have begun, repeated ones included."""
+
+    epoch: int
+    block: int
+
+
 class WaitTime:
     """The last span in which this process waited for collectives.
 
@@ -188,7 +195,7 @@ class CommState:
         # Name of this start of the ranks, for groups that torch's store connects (``control_store.agree_on_start``).
         self.start = ""
         self._lock = threading.RLock()
-        self.epoch = 0  # grows with every reconfigure; a late error of an older epoch is ignored
+        self.moment = CommMoment(0, 0)
         self._poisonings = 0
         self._news = ""  # reason of the last poisoning
         self._groups: list[Handle] = []
@@ -203,6 +210,11 @@ class CommState:
         self._waited = WaitTime()
         self._local = threading.local()
 
+    @property
+    def epoch(self) -> int:
+        """The number of reconfigurations so far. A late error of an older epoch is ignored."""
+        return self.moment.epoch
+
     # ------------------------------------------------------------------ modes
 
     def shield(self, on: bool) -> None:
@@ -211,6 +223,8 @@ class CommState:
         While the shield is on, broken collectives complete on local data instead of raising.
         """
         self.shielded = on
+        if on:
+            self.moment = self.moment._replace(block=self.moment.block + 1)
 
     def seal_updates(self, on: bool) -> None:
         """Forbid or allow collectives of user code; they are forbidden between the vote and the end of the block.
@@ -503,7 +517,7 @@ class CommState:
             )
         with self._lock:
             self.generation = generation
-            self.epoch += 1
+            self.moment = self.moment._replace(epoch=self.moment.epoch + 1)
             self._pending.clear()
             vote, self._vote = self._vote, None
         if vote is not None:

@@ -43,6 +43,7 @@ from holdfast.text import plural
 
 Fill = Callable[[], None]
 VOTE = "vote"
+_WITHOUT_DATA = frozenset({"send", "barrier"})
 _SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_tensor"})
 
 
@@ -208,7 +209,7 @@ class ReconfigurableGroup(OuterGroup):
             self._record(fabric.flight, count, what, on, p2p)
         if local:
             fabric.ended(count)
-            return _complete(results, fill)
+            return self._local(what, results, fill)
         way = self._default_way if on is None else self._ways.get(on.device.type, self._default_way)
         if p2p and way is Wait.SLICES:
             way = Wait.THREAD
@@ -223,10 +224,16 @@ class ReconfigurableGroup(OuterGroup):
             fabric.ended(count, broken=True)
             fabric.broke(what, error, epoch)
             fabric.give_up(what)
-            return _complete(results, fill)
+            return self._local(what, results, fill)
         if work is None:  # while calls are coalesced, NCCL returns one work for all of them, at the end
             return LocalWork(results)
         return GuardedWork(fabric, what, work, results, way, fill, after, count)
+
+    def _local(self, what: str, outputs: list[Any], fill: Fill | None) -> Work:
+        """Complete a collective on local data."""
+        if fill is not None:
+            fill()
+        return LocalWork(outputs) if what in _WITHOUT_DATA else LocalWork(outputs, self._fabric, what)
 
     def _record(self, flight: Flight, count: int, what: str, on: Tensor | None, p2p: bool) -> None:
         """Record the start of a collective in the flight recorder.
@@ -510,7 +517,7 @@ class ReconfigurableGroup(OuterGroup):
         """
         group = self._coalescing.pop(threading.get_ident(), None)
         if group is None:
-            return LocalWork([])
+            return self._local("end_coalescing", [], None)
         if not self._fabric.calm:
             with suppress(RuntimeError):  # the error of the abort
                 group._end_coalescing(device)
@@ -584,12 +591,6 @@ def _captured(what: str) -> UnsupportedError:
 
 def _as_list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else cast(list[Tensor], list(tensors))
-
-
-def _complete(outputs: list[Any], fill: Fill | None) -> LocalWork:
-    if fill is not None:
-        fill()
-    return LocalWork(outputs)
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

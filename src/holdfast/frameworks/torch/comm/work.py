@@ -9,6 +9,9 @@ Theory. There are three ways to wait (:class:`Wait`):
 - A work of NCCL is ordered on the device's stream. It is never waited for in slices.
 
 Errors of lost peers are distinguished from wrong calls (:func:`is_bug`).
+
+A block that runs again makes its calls again, but not the calls that were begun before it. A wait for such a call
+returns only if the call has succeeded (:func:`too_late`).
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from holdfast.errors import FaultError
+from holdfast.errors import FaultError, StepError
 from holdfast.frameworks.torch.comm.comm_state import SLICE, CommState
 from holdfast.frameworks.torch.private_api import Work
 
@@ -91,14 +94,33 @@ class Several:
             work.block_current_stream()
 
 
-class LocalWork(Work):
-    """The work of a collective that completed at once, on local data."""
+def too_late(what: str) -> StepError:
+    """Return the error of a wait for a call that has got no data of the peers, in a later block than its own."""
+    return StepError(
+        f"{what} was begun before this block, and without effect: its block was rehearsed, or cut off by a recovery",
+        hint="call wait() before the end of the block that begins the call",
+    )
 
-    def __init__(self, outputs: list[Any]) -> None:
+
+class LocalWork(Work):
+    """The work of a collective that completed at once.
+
+    Args:
+        outputs: the value of the future.
+        fabric: set if the collective completed on local data. Then no later block may wait for it.
+        what: name of the collective.
+    """
+
+    def __init__(self, outputs: list[Any], fabric: CommState | None = None, what: str = "") -> None:
         super().__init__()
         self._outputs = outputs
+        self._fabric = fabric
+        self._what = what
+        self._block = 0 if fabric is None else fabric.moment.block
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._fabric is not None and self._fabric.moment.block != self._block:
+            raise too_late(self._what)
         return True
 
     def get_future(self) -> Future:
@@ -162,9 +184,9 @@ class GuardedWork(Work):
         self._fill = fill
         self._after = after
         self._count = count
-        self._epoch = fabric.epoch
+        self._begun = fabric.moment
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended: Literal["", "well", "broken"] = ""
         self._error: BaseException | None = None
         self._future: Future | None = None
         self._outcome: Future | None = None
@@ -176,9 +198,12 @@ class GuardedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the collective has ended or the process is poisoned.
 
-        Raises: PeerLost or GroupAborted (poisoned, see :meth:`CommState.give_up`), RuntimeError (the timeout ran out).
+        Raises: PeerLost or GroupAborted (poisoned, see :meth:`CommState.give_up`), StepError (it was begun before a
+        recovery), RuntimeError (the timeout ran out).
         """
-        if not self._ended:
+        lost = self._begun.epoch != self._fabric.epoch
+        # A work of NCCL says neither whether it succeeded, nor whether it was aborted.
+        if not self._ended and not (lost and self._way is Wait.STREAM):
             limit_s = timeout.total_seconds() if timeout else 0.0
             try:
                 self._await(time.monotonic() + limit_s if limit_s > 0 else None)
@@ -188,6 +213,8 @@ class GuardedWork(Work):
                 self._break(error)
             else:
                 self._succeed()
+        if lost and (self._ended == "broken" or self._way is Wait.STREAM):
+            raise too_late(self._what)
         if self._error is not None:
             raise self._error
         return True
@@ -228,7 +255,7 @@ class GuardedWork(Work):
                 return
             if self._after is not None:
                 self._after()
-            self._ended = True
+            self._ended = "well"
             future = self._future
         self._fabric.ended(self._count)
         self._fabric.forget(self)
@@ -237,13 +264,15 @@ class GuardedWork(Work):
 
     def _break(self, cause: BaseException) -> None:
         """Report the fault and end the collective: on local data before the vote of a step, otherwise with an error."""
-        self._fabric.broke(self._what, cause, self._epoch)
+        self._fabric.broke(self._what, cause, self._begun.epoch)
         self._end_broken()
 
     def _end_broken(self) -> None:
         error: BaseException | None = None
         try:
             self._fabric.give_up(self._what)
+            if self._begun.block != self._fabric.moment.block:
+                raise too_late(self._what)
         except BaseException as refusal:  # kept for wait() to raise: this may run in a thread of gloo
             error = _frameless(refusal)
         with self._lock:
@@ -252,7 +281,7 @@ class GuardedWork(Work):
             if error is None and self._fill is not None:
                 self._fill()
             self._error = error
-            self._ended = True
+            self._ended = "broken"
             future = self._future
         self._fabric.ended(self._count, broken=True)
         if self.settled():
@@ -262,13 +291,16 @@ class GuardedWork(Work):
 
     def release(self) -> None:
         """End the collective for all code that waits on its future, because the process is poisoned."""
+        if self._way is Wait.THREAD:
+            self._blocking()  # :meth:`settled` knows the end only of a call that is waited for
         if self._future is not None:
             self._end_broken()
 
     def settled(self) -> bool:
         """Return True if the collective can no longer write into memory of this process.
 
-        Once the sockets of a collective are shut down, it becomes settled.
+        Once the sockets of a collective are shut down, it becomes settled. Before that, the end of a point-to-point
+        call that is not waited for is not known: it counts as settled.
         """
         if self._way is Wait.THREAD:
             return self._waiting is None or self._waiting.ended.is_set()
@@ -291,7 +323,7 @@ class GuardedWork(Work):
             future: Future = torch.futures.Future()
             self._future = future
             self._outcome = future.then(self._outputs_or_error)
-            ended = self._ended
+            ended = bool(self._ended)
         if ended:
             future.set_result(self._outputs)
         elif self._way is Wait.THREAD:
@@ -323,11 +355,11 @@ class GuardedWork(Work):
 
     def is_completed(self) -> bool:
         if self._ended or self._way is not Wait.THREAD:
-            return self._ended or self._inner.is_completed()
+            return bool(self._ended) or self._inner.is_completed()
         return self._waiting is not None and self._waiting.ended.is_set()
 
     def is_success(self) -> bool:
-        return self._ended and self._error is None
+        return bool(self._ended) and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
