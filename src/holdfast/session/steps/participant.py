@@ -242,7 +242,10 @@ class StepParticipant:
             case AnswerFence() if self.client is not None:
                 freed_ns = self.client.page[Word.FREED_NS]
                 answer = msgspec.structs.replace(
-                    command.answer, freed_ns=freed_ns, kept=self._tasks.calls.kept()
+                    command.answer,
+                    freed_ns=freed_ns,
+                    kept=self._tasks.calls.kept(),
+                    outside=self._tasks.calls.outside(),
                 )
                 self.client.send(answer)
             case BreakCollectives() if self.client is not None:

@@ -66,6 +66,8 @@ class ReconfigurableGroup(OuterGroup):
         self._default_way = Wait.STREAM if Wait.STREAM in self._ways.values() else Wait.SLICES
         self._coalescing: dict[int, dist.ProcessGroup] = {}  # by thread: the group in which coalescing began
         self._begun = 0  # collectives begun in this generation
+        client = control_store.control_client()
+        self._of_all = client is not None and client.world_size == spec.world_size
         self._texts: dict[tuple[str, int, torch.dtype | None], bytes] = {}
         self.communicator = FreshGroups(fabric, spec, self._store_in)
         self._built_in: Generation | None = None
@@ -202,7 +204,7 @@ class ReconfigurableGroup(OuterGroup):
         """
         fabric = self._fabric
         results = list(outputs)
-        local = fabric.begin(what)
+        local = fabric.begin(what, joint=self._of_all and not p2p)
         count = fabric.collectives
         if fabric.flight is not None:
             self._record(fabric.flight, count, what, on, p2p)
@@ -493,7 +495,7 @@ class ReconfigurableGroup(OuterGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Run gloo's barrier that names a missing rank. Its error goes to the user and does not count as a fault."""
-        if not self._fabric.begin("monitored_barrier"):
+        if not self._fabric.begin("monitored_barrier", joint=self._of_all):
             group: Any = self.communicator.group
             group.monitored_barrier(timeout or self.spec.timeout, wait_all_ranks)
 
