@@ -6,8 +6,8 @@ hangs, and the next replacement does the same again. The death or hang shows not
 the ranks prove it: one rank has begun the next block, so its count is final, and another rank has a higher count.
 
 Invariants:
-1. Counts are compared only within one generation and one step, and only of ranks that have committed a step in that
-   generation. So an interrupted step, or code that a recovery runs again, is never evidence.
+1. Counts are compared only within one generation and one step. A rank counts only from its first committed step in a
+   generation on. So an interrupted step, or code that a recovery runs again, is never evidence.
 2. Ranks whose processes have started together are not compared: their variables do not differ.
 """
 
@@ -53,7 +53,7 @@ def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | No
 
     Args:
         generation: the generation in which the ranks have run until the fault.
-        ranks: the ranks that have committed a step in it.
+        ranks: the state of each rank.
     """
     counts = [_Count(_made(generation, seen), seen) for seen in ranks]
     final = [count for count in counts if count.seen.state in IN_BLOCK]

@@ -159,7 +159,7 @@ class Survey:
         found = []
         for member in self.job.roster.members:
             answer = answers.get(member.rank) if member.alive else member.exited
-            if member.reached and answer is not None and answer.member_id == member.member_id:
+            if answer is not None and answer.member_id == member.member_id:
                 born = (
                     member.member_id - member.rank
                 )  # the members of one start have ids in the order of their ranks

@@ -77,7 +77,8 @@ class CollectiveGuard:
 
     def _record(self, what: str) -> None:
         rank, client, last = self._rank, self._rank.client, self._outside
-        if client is None or rank.joining or rank.fenced:
+        # Before the first step of a generation, ranks may run code again that others have run before.
+        if client is None or not rank.reached or rank.fenced:
             return
         generation, step = rank.machine.generation, rank.step
         if last is None or (last.generation, last.step) != (generation, step):

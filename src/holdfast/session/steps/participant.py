@@ -136,6 +136,11 @@ class StepParticipant:
         return self.machine.fenced is not None
 
     @property
+    def reached(self) -> bool:
+        """True if every rank has committed a step in the generation of this rank."""
+        return self._worker.reached
+
+    @property
     def joining(self) -> bool:
         """True while this process, which replaces a lost rank, has not joined the job."""
         return self.script.joining

@@ -190,6 +190,7 @@ class ReconfigurableGroup(OuterGroup):
         on: Tensor | None = None,
         after: Fill | None = None,
         p2p: bool = False,
+        joint: bool = True,
     ) -> Work:
         """Begin a collective and return its work.
 
@@ -201,10 +202,11 @@ class ReconfigurableGroup(OuterGroup):
             on: a tensor of the collective, whose device determines the backend.
             after: called once the collective has succeeded.
             p2p: True for a point-to-point call, whose work cannot be waited for in slices.
+            joint: every rank of the group makes the call.
         """
         fabric = self._fabric
         results = list(outputs)
-        local = fabric.begin(what, joint=self._of_all and not p2p)
+        local = fabric.begin(what, joint=self._of_all and joint and not p2p)
         count = fabric.collectives
         if fabric.flight is not None:
             self._record(fabric.flight, count, what, on, p2p)
@@ -517,7 +519,8 @@ class ReconfigurableGroup(OuterGroup):
             with suppress(RuntimeError):  # the error of the abort
                 group._end_coalescing(device)
         on = torch.empty(0, device=device)
-        return self._run("end_coalescing", lambda _: group._end_coalescing(device), [], on=on)
+        # The coalesced calls may be point-to-point.
+        return self._run("end_coalescing", lambda _: group._end_coalescing(device), [], on=on, joint=False)
 
     # ------------------------------------------------------------------ what torch asks of the backend
 
