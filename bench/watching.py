@@ -48,7 +48,7 @@ def main() -> None:
         )
         rank = StepParticipant(cast(Any, None), client)
         fabric = CommState()
-        fabric.on_collective(lambda count, _what: rank.count_collective(count), rank.timer.waited)
+        fabric.on_collective(lambda count, _what, _joint: rank.count_collective(count), rank.timer.waited)
         works = [cast(Any, SimpleNamespace(settled=lambda: True)) for _ in range(COLLECTIVES)]
 
         def step() -> None:

@@ -10,7 +10,8 @@ Tree::
     │   ├── DataError               a loader gives another batch than before at the same position
     │   ├── StateError              an object in the state cannot be saved or restored
     │   ├── StepError               the step protocol was misused (two unnamed updates in one block, ...)
-    │   │   └── ImpureBlockError    a block computes another result when it runs again
+    │   │   ├── ImpureBlockError    a block computes another result when it runs again
+    │   │   └── UnmatchedCollectiveError    a replacement makes other collectives between two steps than the other ranks
     │   ├── NonFiniteError          gradients hold inf or nan, and the session was asked to stop then
     │   ├── EmptyLoaderError        the loader yields no batch
     │   └── UnsupportedError        a feature, optimizer or framework version that Holdfast refuses
@@ -125,6 +126,13 @@ class ImpureBlockError(StepError):
     """The error for a block that computes another result when it runs again on the same state and batch.
 
     Recovery runs a block again, so no fault in such a block could be repaired.
+    """
+
+
+class UnmatchedCollectiveError(StepError):
+    """The error for a script whose collectives between two steps depend on variables that a replacement does not have.
+
+    Each replacement would be lost like the one before it. The controller ends the run with this error.
     """
 
 

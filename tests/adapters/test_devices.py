@@ -110,7 +110,7 @@ def test_copies_are_ordered_with_training_on_a_stream_of_the_script(cuda: FakeMo
     """Regression: a scale or an average was copied at the start of a block while the last update still wrote to it."""
     adapter = make_adapter()
     nothing = Hooks(lambda: None, lambda name: None, lambda name: None)
-    adapter.attach(nothing, lambda reason: None, lambda count, what: None)
+    adapter.attach(nothing, lambda reason: None, lambda count, what, joint: None)
     every = [str(device) for device in GPUS]
     try:
         adapter.begin(1)

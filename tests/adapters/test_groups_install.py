@@ -230,7 +230,7 @@ def test_a_late_error_of_an_older_generation_is_no_news() -> None:
 def test_collectives_are_counted() -> None:
     fabric = CommState()
     counted: list[tuple[int, str]] = []
-    fabric.on_collective(lambda count, what: counted.append((count, what)))
+    fabric.on_collective(lambda count, what, joint: counted.append((count, what)))
     fabric.begin("a")
     fabric.begin("b")
     fabric.on_collective(None)

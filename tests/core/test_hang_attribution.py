@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.ids import MemberId
+from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.health_messages import CollectiveSeen, DeviceSeen, RankEvidence
+from holdfast.core.protocol.messages import OutsideCollective, OutsideCollectives
 from holdfast.core.watch.hang_attribution import blame
 
 
 def seen(rank: int, place: str = "backward:20:3", **more: Any) -> RankEvidence:
     phase, step, sequence = place.split(":")
     return RankEvidence(
-        member_id=MemberId(rank + 1),
+        member_id=MemberId(rank + 1 if rank < 9 else 50),
         rank=rank,
         step=int(step),
         phase=phase,
@@ -23,6 +24,18 @@ def seen(rank: int, place: str = "backward:20:3", **more: Any) -> RankEvidence:
         bound_s=1.8,
         **{"usual_sequence": 4, "process": "S", **more},
     )
+
+
+def outside(made: int, step: int = 21) -> dict[str, Any]:
+    """Return the field of evidence for collectives that a rank has made outside of blocks."""
+    return {
+        "outside": OutsideCollectives(
+            generation=Generation(1, 2),
+            step=step,
+            made=made,
+            first=(OutsideCollective("all_reduce at train.py:9"),),
+        )
+    }
 
 
 def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEvidence]:
@@ -42,6 +55,20 @@ def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEviden
         (four(0, "backward:20:2"), "kill", (0,), "certain", "collective 2"),
         (four(3, "loading:20:0"), "kill", (3,), "certain", "data loader"),
         (four(3, "section:20:0", section="eval"), "kill", (3,), "certain", "section 'eval'"),
+        (
+            [seen(0), seen(9, "ready:20:1", **outside(1, 20))],
+            "kill",
+            (9,),
+            "certain",
+            "rank 9 makes all_reduce at train",
+        ),
+        (
+            [seen(0, "ready:20:1", **outside(1, 20)), seen(9)],
+            "kill",
+            (9,),
+            "certain",
+            "rank 9 leaves out all_reduce",
+        ),
         (four(3, "vote:20:4"), "kill", (3,), "likely", "has reached vote of step 20"),
         (four(3, "update:19:4"), "kill", (3,), "certain", "update of step 19"),
         (four(2, process="R", cpu=0.97), "kill", (2,), "likely", "97% of a core"),

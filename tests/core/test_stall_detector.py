@@ -27,6 +27,7 @@ class World:
         self.still: set[int] = set()
         self.meets: set[int] = set()
         self.left: set[int] = set()
+        self.outside: dict[int, int] = {}
         self.marks = dict.fromkeys(range(ranks), 0)
         self.section = ""
         self.due = False
@@ -52,6 +53,7 @@ class World:
             self.section,
             meets=rank in self.meets,
             left=rank in self.left,
+            outside=self.outside.get(rank, 0),
             done=self.step,
             due=self.due,
         )
@@ -457,5 +459,24 @@ def test_where_no_other_rank_is_in_a_block_one_that_has_left_its_loop_waits() ->
     world.train(20)
     world.phase = dict.fromkeys(world.phase, Phase.READY)
     world.left, world.meets = {0, 1, 2, 3}, {1, 2, 3}
+    world.stop()
+    assert world.until(True) >= LIMITS.idle_s
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.FORWARD])
+def test_a_collective_that_no_other_rank_makes_gives_no_time(phase: Phase) -> None:
+    """The rank is between two steps, with a bound of ten minutes, or has found others in it and is in the block."""
+    world = World()
+    world.train(20)
+    world.phase[1], world.outside = phase, {0: 1, 1: 2, 2: 1, 3: 1}
+    world.stop()
+    assert world.until(True) <= 10 * STEP_S + 0.3
+
+
+def test_a_collective_that_other_ranks_have_still_to_make_waits_for_them() -> None:
+    world = World()
+    world.train(20)
+    world.phase = dict.fromkeys(world.phase, Phase.READY)
+    world.outside = {1: 1, 2: 1}
     world.stop()
     assert world.until(True) >= LIMITS.idle_s

@@ -198,7 +198,7 @@ def put_back_late(line: Line) -> list[float]:
     adapter.attach(
         Hooks(lambda: None, lambda name: None, lambda name: None),
         lambda reason: None,
-        lambda count, what: None,
+        lambda count, what, joint: None,
     )
     found = []
     for step in range(3):

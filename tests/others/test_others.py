@@ -41,7 +41,7 @@ def run(
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     start = run_torchrun if kind == "torchrun" else run_job
-    form = "adapted" if kind == "adapted" else "plain"
+    form = "plain" if kind == "torchrun" else kind
     done = start(where, 2, str(HERE / form / f"{name}.py"))
     assert done.returncode == code, done.stdout
     return done.stdout, {path.name: path.read_text() for path in where.glob("ended-*")}
@@ -98,6 +98,26 @@ def test_what_cannot_be_exact_is_refused_by_name(
     """A script is refused before a fault, and before an update that could not be repeated."""
     output, ended = run(tmp_path, "adapted", name, monkeypatch, code=Exit.BAD_INPUT)
     assert re.search(REFUSED[name], output) and not ended, output
+
+
+def test_a_counter_that_replacements_do_not_have_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each replacement makes a collective after a block that the other rank does not make, and would be lost."""
+    output, ended = run(tmp_path, "naive", "ticks", monkeypatch, code=Exit.BAD_INPUT, KILL="1:4")
+    line = next(
+        n
+        for n, text in enumerate((HERE / "naive" / "ticks.py").read_text().splitlines(), 1)
+        if "mean_of(l" in text
+    )
+    assert not ended and "3 faults" in output, output
+    where = rf"between the blocks of steps 5 and 6, rank 1 makes all_reduce at .*, from ticks.py:{line},"
+    assert re.search(
+        f"UnmatchedCollectiveError: {where}" + r".*the script decides by tick, tick_start,", output
+    ), output
+    assert re.search(r"  next: keep what decides .* session\(state=\{...\}\).*: tick, tick_start", output), (
+        output
+    )
 
 
 def changed_lines(name: str) -> int:

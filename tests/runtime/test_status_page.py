@@ -8,11 +8,15 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from holdfast.core.protocol.status_page import PAGE_SIZE_BYTES, Phase, TrapAction, Word, pack_trap
+from holdfast.core.ids import Generation
+from holdfast.core.protocol.messages import OutsideCollective, OutsideCollectives
+from holdfast.core.protocol.status_page import OUTSIDE_AT, PAGE_SIZE_BYTES, Phase, TrapAction, Word, pack_trap
 from holdfast.errors import ProtocolError, StateError
 from holdfast.runtime.node.status_page import LOCAL_SIZE_BYTES_MAX, Page
 
@@ -142,4 +146,21 @@ def test_a_reader_beside_a_writer_never_sees_a_mix(tmp_path: Path) -> None:
             seen.add(step)
         os.kill(process.pid, signal.SIGKILL)
     assert len(seen) >= 200
+    page.close()
+
+
+def test_collectives_outside_of_blocks_are_read_as_written(tmp_path: Path) -> None:
+    page = Page.create(tmp_path / "page")
+    assert page.outside() is None
+    first = (OutsideCollective("all_reduce at train.py:9", ("tick", "self.größe")),)
+    made = OutsideCollectives(generation=Generation(1, 2), step=7, made=1, first=first)
+    page.write_outside(made)
+    page.count_outside(9)
+    with closing(Page.open(tmp_path / "page")) as other:
+        assert other.outside() == msgspec.structs.replace(made, made=9)
+    page.write_outside(msgspec.structs.replace(made, first=first * 100))  # too long: the old record stays
+    found = page.outside()
+    assert found is not None and found.first == first
+    page[OUTSIDE_AT // 8] = 5  # a write that ended in the middle
+    assert page.outside() is None
     page.close()

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
+from holdfast.core.decide.stop_policy import STOP_CODE, UNMATCHED
 from holdfast.core.job.fault import SEEN, reach
 from holdfast.event_log import Event
 from holdfast.exit_codes import Exit
@@ -197,6 +198,11 @@ class RunHistory:
     def _on_verdict(self, event: Event, data: dict[str, Any]) -> None:
         for fault, _ in self._open:
             fault.action, fault.reason = str(data["action"]), str(data["reason"])
+        if data["action"] not in STOP_CODE:
+            proofs = [line for line in map(str, data.get("evidence", ())) if f": {UNMATCHED}: " in line]
+            self.warnings += [
+                f"{line.splitlines()[0]}; a second time in a row ends the run" for line in proofs
+            ]
 
     def _on_restored(self, event: Event, data: dict[str, Any]) -> None:
         self.step = int(data["step"])

@@ -165,7 +165,9 @@ class Session(ScriptLoops):
         self._entered = True
         saver = self._saver
         of_orders = saver.carry_out, saver.refuse, saver.holds_weights, saver.resumed
-        self._rank.connect(ParticipantCalls(*of_orders, self._rewind, self._tier.steps, plan_ahead))
+        self._rank.connect(
+            ParticipantCalls(*of_orders, self._rewind, self._tier.steps, self._between.outside, plan_ahead)
+        )
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
             return self

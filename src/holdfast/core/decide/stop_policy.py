@@ -60,6 +60,10 @@ CORRUPTION = "CopiesDiffer"
 """``Failure.kind`` of a rank whose copy of the state differs from the copies of other ranks."""
 
 
+UNMATCHED = "UnmatchedCollectiveError"
+"""``Failure.kind`` of a replacement whose collectives between two steps are not those of the other ranks."""
+
+
 DEATH = "Death"
 """``Failure.kind`` of a process that ended without a report: by a signal, or with an exit code."""
 
@@ -177,6 +181,10 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
             )
         if failure.by_device:
             continue
+        if failure.kind == UNMATCHED:
+            if _answers_the_same(failure, history):
+                return LadderVerdict(action="stop_bad_input", reason=error, evidence=(where,))
+            continue
         before = {
             occurrence
             for answered in history
@@ -199,6 +207,15 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
                 evidence=(where, f"digest {failure.digest}"),
             )
     return None
+
+
+def _answers_the_same(failure: Failure, history: Sequence[Answered]) -> bool:
+    """Return whether the last recovery had the same cause as ``failure``, so that another one would have it again."""
+    for answered in reversed(history):
+        told = {occurrence for digest, _, occurrence in answered.failures if digest == failure.digest}
+        if told != {failure.occurrence}:  # otherwise a recovery of this very failure was interrupted
+            return bool(told)
+    return False
 
 
 def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:

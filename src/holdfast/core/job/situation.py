@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.core.decide.decision import Decision, RankReport, decide
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.decide.stop_policy import Failure, Situation
+from holdfast.core.decide.unmatched_collectives import RankSeen, unmatched
 from holdfast.core.ids import MemberId
 from holdfast.core.job.fault import Fault, FaultKind
 from holdfast.core.job.job_state import Job
@@ -91,7 +92,7 @@ class Survey:
             memory_step=self._memory_step(decided, answers),
             replayed=not (not_beside or self._unpublished())
             and replayed(decided, members, answers, job.held_elsewhere()),
-            failures=_failures(faults),
+            failures=tuple(filter(None, (self._unmatched(answers), *_failures(faults)))),
             fewer=f"there is room for {room} of {plural(job.world_size, 'rank')}"
             if room < job.world_size
             else "",
@@ -152,6 +153,18 @@ class Survey:
         limit = job.step if decided.step is None else decided.step
         step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
         return step if step >= job.sealed_step else NONE
+
+    def _unmatched(self, answers: Mapping[int, Settled]) -> Failure | None:
+        """Return the proof that a replacement makes other collectives between two steps than others; None: none."""
+        found = []
+        for member in self.job.roster.members:
+            answer = answers.get(member.rank) if member.alive else member.exited
+            if answer is not None and answer.member_id == member.member_id:
+                born = (
+                    member.member_id - member.rank
+                )  # the members of one start have ids in the order of their ranks
+                found.append(RankSeen(member.rank, born, answer.state, answer.step, answer.outside))
+        return unmatched(self.job.roster.generation, found)
 
     def needs(self, ranks: set[int], answers: Mapping[int, Settled]) -> bool:
         """Return whether the state of the decided step is incomplete without the boxes of ``ranks``.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.protocol.messages import Message
+from holdfast.core.protocol.messages import Message, OutsideCollectives
 
 
 class Stalled(Message, frozen=True):
@@ -133,6 +133,7 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceSeen, ...] = ()  # the devices' progress in the collectives of each group
     stacks: str = ""  # file with all stacks, below the run directory
     records: str = ""  # file with the records of the framework, below the run directory
+    outside: OutsideCollectives | None = None  # the newest; None: it has made none
     child: int = 0  # id of a stopped process that the worker has started; 0: none
     left: bool = False  # its script has left its loops over steps
 

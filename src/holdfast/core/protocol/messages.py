@@ -101,6 +101,33 @@ class WorkerFailed(Message, frozen=True):
     between: bool = False
 
 
+OUTSIDE_TOLD_MAX = 6
+
+
+class OutsideCollective(msgspec.Struct, frozen=True, array_like=True):
+    """One collective that a script makes outside of a block.
+
+    Attributes:
+        what: its kind and its place in the script, as text.
+        variables: variables of the script that may decide whether it makes this collective.
+    """
+
+    what: str
+    variables: tuple[str, ...] = ()
+
+
+class OutsideCollectives(msgspec.Struct, frozen=True, kw_only=True):
+    """The collectives that the script of a rank has made outside of blocks since the last block of this rank.
+
+    Only collectives of all ranks count, and only those of the main thread.
+    """
+
+    generation: Generation
+    step: int  # of the next block
+    made: int
+    first: tuple[OutsideCollective, ...]  # at most ``OUTSIDE_TOLD_MAX``
+
+
 class Settled(Message, frozen=True):
     """Answer to :class:`Fence`: this rank will not change its state before it receives a :class:`Settle`."""
 
@@ -113,6 +140,7 @@ class Settled(Message, frozen=True):
     kept: tuple[int, ...] = ()  # steps whose states the memory tier has in memory for this rank
     rewind: int = -1  # this rank can go back in place to a kept state of this step or later; -1: it cannot
     turns: int = 0  # epochs and phases that the whole job has done, as far as this rank knows
+    outside: OutsideCollectives | None = None  # the newest; None: it has made none
 
 
 class SaveReported(Message, frozen=True):
@@ -441,6 +469,7 @@ class MemberExited(Message, frozen=True):
     log_size_bytes: int = 0
     # Processes of its node's control group that the kernel killed for lack of memory in the lifetime of the member.
     oom_kills: int = 0
+    outside: OutsideCollectives | None = None  # the newest; None: it had made none
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -5,6 +5,8 @@ are tried in this order:
 
 - the process: it is stopped, or in an uninterruptible wait;
 - the loop: a rank has left its loop while others are in a block of the same step or a later one;
+- the count: a replacement has made more or fewer collectives between two steps than another rank, which has begun the
+  next block;
 - the collective: all ranks of one group must run the same collectives in the same order;
 - the position: a rank has not reached the position in the step where all others wait, or has passed it;
 - the device, if hosts queue collectives and do not wait for them;
@@ -27,6 +29,7 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.core.decide.unmatched_collectives import RankSeen, unmatched
 from holdfast.core.protocol.health_messages import DeviceSeen, RankEvidence
 
 Confidence = Literal["certain", "likely", "unclear"]
@@ -66,6 +69,7 @@ def blame(evidence: Sequence[RankEvidence]) -> HangVerdict:
     found = (
         _by_process(seen)
         or _by_leaving(evidence)
+        or _by_count(seen)
         or _by_collective(seen)
         or _by_skipping(seen)
         or _by_place(seen)
@@ -137,6 +141,24 @@ def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
         return None
     reason = f"it has left its loop at step {left[0].step}, {_others(len(inside), 'is', 'are')} in {where(inside[0])}"
     return HangVerdict(answer="kill", ranks=_ranks(left), confidence="certain", reason=reason)
+
+
+def _by_count(seen: Sequence[RankEvidence]) -> HangVerdict | None:
+    """Return a verdict against a replacement whose collectives between two steps are not those of the other ranks."""
+    generations = [e.outside.generation for e in seen if e.outside is not None]
+    if not generations:
+        return None
+    found = unmatched(
+        max(generations),
+        [
+            RankSeen(e.rank, e.member_id - e.rank, "compute" if _place(e)[1] else "ready", e.step, e.outside)
+            for e in seen
+        ],
+    )
+    if found is None:
+        return None
+    reason = found.what.partition("\n")[0]
+    return HangVerdict(answer="kill", ranks=(found.rank,), confidence="certain", reason=reason)
 
 
 def _by_skipping(seen: Sequence[RankEvidence]) -> HangVerdict | None:

@@ -72,6 +72,9 @@ class PageReading(NamedTuple):
     busy_s: float  # duration of the last committed step without waits for peers
     section: str = ""  # name of its present section, or of the last section that ended
     compiling: bool = False
+    outside: int = (
+        0  # collectives of all ranks that its script has made since its last block, outside of blocks
+    )
     due: bool = False  # it was ordered to continue in place, and its main thread has not reacted yet
     meets: bool = False  # it waits between two steps for an agreement of all ranks, which never takes long
     left: bool = False  # its script has left its loops
@@ -297,7 +300,7 @@ class Progress:
         frozen_s = [s for w, s in zip(holding, bounds_s, strict=True) if w.last.stopped and w.idle_s >= s]
         # When one process is stopped, the others wait for it, so their phases give them at most this time.
         most_s = max(10 * self.limits.floor_s, *frozen_s) if frozen_s else inf
-        parted = self._parted(holding)
+        parted = [*self._parted(holding), *self._unmatched(holding)]
         return bool(holding) and all(
             w.idle_s >= min(s, most_s, self._usual_s() if w in parted else inf)
             for w, s in zip(holding, bounds_s, strict=True)
@@ -312,6 +315,19 @@ class Progress:
         if not left or not any(w.last.phase in IN_STEP and w.last.step >= min(left) for w in holding):
             return []
         return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
+
+    def _unmatched(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
+        """Return the workers of which one has made more collectives before a block than another that is in this block.
+
+        No rank makes the rest of these collectives, so these workers get no more time than a usual step takes.
+        """
+        final = [w for w in holding if w.last.phase in IN_STEP]
+        more = [
+            w
+            for w in holding
+            if any(f.last.step == w.last.step and f.last.outside < w.last.outside for f in final)
+        ]
+        return [*more, *final] if more else []
 
     def _see(self, watch: _WorkerWatch, reading: PageReading, passed_s: float) -> None:
         last, watch.last = watch.last, reading

@@ -262,6 +262,11 @@ class WorkerMachine:
         self._turns = max(self._turns, self._decided_turns)
         return self._turns
 
+    @property
+    def reached(self) -> bool:
+        """True if this rank, and so every rank, has committed a step in the generation in which it continues."""
+        return self._reached
+
     def reaches(self) -> bool:
         """Return True at the first call per generation while this rank is not fenced.
 

@@ -106,6 +106,10 @@ class Feed(Protocol):
         """Stop the worker processes of the loader."""
 
 
+OnCollective = Callable[[int, str, bool], None]
+"""Function that is called at the start of each collective: number, name, whether all ranks of the job make it."""
+
+
 class Hooks(NamedTuple):
     """Functions of the session that the adapter calls from inside user code, in the main thread."""
 
@@ -221,13 +225,12 @@ class GroupAdapter(Protocol):
     def reason(self) -> str:
         """The reason why the collectives of this process are broken; empty: they are not."""
 
-    def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
-    ) -> None:
+    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
         """Install hooks in the framework.
 
         ``on_fault`` is called with the reason of the first broken collective. ``on_collective`` is called at the start
-        of each collective, with the number of collectives so far and the name of the collective.
+        of each collective, with the number of collectives so far, the name of the collective, and whether all ranks of
+        the job make it.
         """
 
     def detach(self) -> None:

@@ -108,7 +108,7 @@ class TcpGroup:
         self.reason = ""
         self.refused = 0
         self.on_fault: Callable[[str], None] = _ignore
-        self.on_collective: Callable[[int, str], None] = _ignore_count
+        self.on_collective: Callable[[int, str, bool], None] = _ignore_count
         self._client = client
         self._at = at
         self._encrypts = encrypts
@@ -307,7 +307,7 @@ class TcpGroup:
         if mine.dtype.name not in _TYPES:
             raise InternalError(f"a sum of {mine.dtype}; known are {', '.join(_TYPES)}")
         self._number += 1
-        self.on_collective(self._number, "sum")
+        self.on_collective(self._number, "sum", False)  # of the session, not of the script
         if self.poisoned:
             self._fail(self.reason, PeerLost)
         members = tuple(range(self.world_size)) if among is None else tuple(among)
@@ -638,5 +638,5 @@ def _ignore(reason: str) -> None:
     """Do nothing: the default of :attr:`TcpGroup.on_fault`."""
 
 
-def _ignore_count(count: int, what: str) -> None:
+def _ignore_count(count: int, what: str, joint: bool) -> None:
     """Do nothing: the default of :attr:`TcpGroup.on_collective`."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.ids import NO_GENERATION
-from holdfast.frameworks.common.adapter import Collected, Hooks
+from holdfast.frameworks.common.adapter import Collected, Hooks, OnCollective
 from holdfast.frameworks.common.numpy_state import digest_of
 from holdfast.frameworks.common.replica_comparison import HeldBox, broadcast, differences, refuse
 from holdfast.frameworks.common.tcp_group import TcpGroup, group_address
@@ -96,9 +96,7 @@ class TcpGroupAdapter(Generic[Kept]):
         """The reason why the collectives of this process are poisoned; empty if they are not."""
         return "" if self._mesh is None else self._mesh.reason
 
-    def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
-    ) -> None:
+    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
         """Set the session's functions: ``hooks`` for events of a step, ``on_fault``, ``on_collective``."""
         self._hooks = hooks
         self._lines().on_fault = on_fault

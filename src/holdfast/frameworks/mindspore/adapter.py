@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, StepError, UnsupportedError, UsageError
-from holdfast.frameworks.common.adapter import Aborted, Feed, Hooks
+from holdfast.frameworks.common.adapter import Aborted, Feed, Hooks, OnCollective
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.frameworks.common.tcp_group_adapter import TcpGroupAdapter
 from holdfast.frameworks.mindspore.data_position import DataFeed
@@ -104,9 +104,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
 
     # ------------------------------------------------------------------ hooks
 
-    def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
-    ) -> None:
+    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
         """Put the gate between the gradients and the optimizer. The graph must not have been compiled yet."""
         super().attach(hooks, on_fault, on_collective)
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, StepError, UnsupportedError, UsageError
-from holdfast.frameworks.common.adapter import Hooks
+from holdfast.frameworks.common.adapter import Hooks, OnCollective
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm.comm_hooks import refuse_stateful_hooks
@@ -171,13 +171,11 @@ class TorchAdapter:
         """The reason why this process is poisoned; empty if it is not poisoned."""
         return self._fabric.reason
 
-    def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
-    ) -> None:
+    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
         """Install hooks on every optimizer of the process, the model's output and torch's compiler.
 
-        ``on_fault(reason)`` is called at the first broken collective. ``on_collective(count, name)`` is called at the
-        start of each collective.
+        ``on_fault(reason)`` is called at the first broken collective. ``on_collective`` is called at the start of
+        each collective.
         """
         self._hooks = hooks
         self._fabric.on_poison(on_fault)

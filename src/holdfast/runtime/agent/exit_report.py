@@ -79,6 +79,7 @@ def read_death(
     replays: tuple[int, ...] = ()
     locals_: dict[int, bytes] = {}
     log_size_bytes = 0
+    outside = None
     try:
         page = Page.open(path)
     except FileNotFoundError:
@@ -88,6 +89,7 @@ def read_death(
         step, phase = page.state()
         locals_ = page.read_locals()
         staged = page[Word.STAGED]
+        outside = page.outside()
         kept = kept_steps(path.parent, page[Word.RANK], whole=several)
         replays = reachable(path.parent, page[Word.RANK], kept)
         log_size_bytes = _log_size_bytes(logs, page[Word.RANK])
@@ -110,6 +112,7 @@ def read_death(
         replays=replays,
         log_size_bytes=log_size_bytes,
         oom_kills=_oom_kills.rose_by() if killed_by == signal.SIGKILL else 0,
+        outside=outside,
     )
 
 

@@ -325,6 +325,7 @@ class Watcher:
             records=self._keep_records(place, seen.rank, finding),
             child=child,
             left=seen.left,
+            outside=page.outside(),
         )
 
     def _collectives(self, place: str, rank: int, page: Page) -> tuple[CollectiveSeen, ...]:
@@ -375,6 +376,8 @@ def recall(path: Path) -> Learned:
 def read(page: Page) -> PageReading:
     """Return the values of a status page from which progress is judged."""
     step, phase = page.state()
+    outside = page.outside()
+    known = outside is not None and (outside.generation.pack(), outside.step) == (page[Word.GENERATION], step)
     flags = page[Word.FLAGS]
     return PageReading(
         member_id=MemberId(page[Word.MEMBER]),
@@ -388,6 +391,7 @@ def read(page: Page) -> PageReading:
         collectives=page[Word.COLLECTIVES],
         waits=phase is Phase.STARTING and page.flight.waits(),
         compiling=bool(flags & PageFlag.COMPILING),
+        outside=outside.made if outside is not None and known else 0,
         due=bool(page[Word.DUE]) and phase in ON_THE_WAY,
         meets=bool(flags & PageFlag.MEETS),
         left=bool(flags & PageFlag.LEFT),

@@ -16,13 +16,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import xxhash
 
+from holdfast.core.protocol.messages import OutsideCollectives
 from holdfast.core.protocol.status_page import (
     FILE_SIZE_BYTES,
     FLIGHT_AT,
     LOCAL_SLOT_BYTES,
     LOCAL_SLOTS,
+    OUTSIDE_AT,
+    OUTSIDE_SIZE_BYTES,
     PAGE_MAGIC,
     PAGE_SIZE_BYTES,
     PAGE_VERSION,
@@ -41,6 +45,10 @@ _STATE = int(Word.STATE)
 _ENTERED_NS = int(Word.ENTERED_NS)
 _TRAP = int(Word.TRAP)
 _SECTION_AT = 8 * int(Word.SECTION)
+_OUTSIDE_LENGTH = OUTSIDE_AT // 8  # the words before the JSON
+_OUTSIDE_MADE = _OUTSIDE_LENGTH + 1
+_OUTSIDE_TEXT_AT = OUTSIDE_AT + 16
+_OUTSIDE_LENGTH_MAX = OUTSIDE_SIZE_BYTES - 16
 _HEADER_WORDS = 4  # sequence, step, length, digest
 _HEADER_BYTES = 8 * _HEADER_WORDS
 LOCAL_SIZE_BYTES_MAX = LOCAL_SLOT_BYTES - _HEADER_BYTES
@@ -165,6 +173,31 @@ class Page:
         """Store the name of the section that the script enters. The caller calls :meth:`enter` next."""
         name = section.encode()[:SECTION_SIZE_BYTES]
         self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES] = name.ljust(SECTION_SIZE_BYTES, b"\0")
+
+    def write_outside(self, outside: OutsideCollectives) -> None:
+        """Store the collectives that the script has made since its last block."""
+        text = msgspec.json.encode(outside)
+        if len(text) <= _OUTSIDE_LENGTH_MAX:
+            self._words[_OUTSIDE_LENGTH] = 0
+            self._bytes[_OUTSIDE_TEXT_AT : _OUTSIDE_TEXT_AT + len(text)] = text
+            self._words[_OUTSIDE_MADE] = outside.made
+            self._words[_OUTSIDE_LENGTH] = len(text)
+
+    def count_outside(self, made: int) -> None:
+        """Store the number of these collectives, when their description stays the same."""
+        self._words[_OUTSIDE_MADE] = made
+
+    def outside(self) -> OutsideCollectives | None:
+        """Return what the worker stored last by these methods; None if there is nothing, or during a write."""
+        length = self._words[_OUTSIDE_LENGTH]
+        if not 0 < length <= _OUTSIDE_LENGTH_MAX:
+            return None
+        text = bytes(self._bytes[_OUTSIDE_TEXT_AT : _OUTSIDE_TEXT_AT + length])
+        try:
+            found = msgspec.json.decode(text, type=OutsideCollectives)
+        except msgspec.MsgspecError:
+            return None
+        return msgspec.structs.replace(found, made=self._words[_OUTSIDE_MADE])
 
     def on_trap(self, action: TrapAction, act: Callable[[], object]) -> None:
         """Set the function ``act`` that executes a trap which only the training script can execute.

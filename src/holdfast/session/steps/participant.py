@@ -136,6 +136,11 @@ class StepParticipant:
         return self.machine.fenced is not None
 
     @property
+    def reached(self) -> bool:
+        """True if every rank has committed a step in the generation of this rank."""
+        return self._worker.reached
+
+    @property
     def joining(self) -> bool:
         """True while this process, which replaces a lost rank, has not joined the job."""
         return self.script.joining
@@ -242,7 +247,10 @@ class StepParticipant:
             case AnswerFence() if self.client is not None:
                 freed_ns = self.client.page[Word.FREED_NS]
                 answer = msgspec.structs.replace(
-                    command.answer, freed_ns=freed_ns, kept=self._tasks.calls.kept()
+                    command.answer,
+                    freed_ns=freed_ns,
+                    kept=self._tasks.calls.kept(),
+                    outside=self._tasks.calls.outside(),
                 )
                 self.client.send(answer)
             case BreakCollectives() if self.client is not None:

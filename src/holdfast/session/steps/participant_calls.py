@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from holdfast.core.protocol.messages import OutsideCollectives
 from holdfast.core.worker.decision_orders import CarryOut, RefuseOrder
 
 
@@ -21,4 +22,6 @@ class ParticipantCalls(NamedTuple):
     )  # client or task thread: the job continues, the state changes
     rewind: Callable[[int], None] = lambda step: None  # main thread: go back to the kept state of this step
     kept: Callable[[], tuple[int, ...]] = tuple  # steps whose state of this rank is in the memory tier
+    # The collectives that the script has made since the last block, outside of blocks; None: it has made none.
+    outside: Callable[[], OutsideCollectives | None] = lambda: None
     joined: Callable[[int], object] = lambda step: None  # main thread of a newcomer: it joins at this step

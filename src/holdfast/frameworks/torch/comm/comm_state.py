@@ -205,7 +205,7 @@ class CommState:
         self._board: SharedMemoryAllReduce | None = None
         self._boarded = False  # True once ``board`` has looked for a board in this generation
         self._on_poison: list[Callable[[str], None]] = []
-        self._on_collective: Callable[[int, str], None] | None = None
+        self._on_collective: Callable[[int, str, bool], None] | None = None
         self._on_wait: Callable[[int, int], None] | None = None
         self._waited = WaitTime()
         self._local = threading.local()
@@ -260,11 +260,14 @@ class CommState:
         self._on_poison.append(callback)
 
     def on_collective(
-        self, callback: Callable[[int, str], None] | None, on_wait: Callable[[int, int], None] | None = None
+        self,
+        callback: Callable[[int, str, bool], None] | None,
+        on_wait: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Call ``callback(count, what)`` at the start of every collective; None removes the callback.
+        """Call ``callback(count, what, joint)`` at the start of every collective; None removes the callback.
 
         ``count`` is the number of the collective in this process, ``what`` its name; the status page shows both.
+        ``joint``: all ranks of the job make the collective.
         ``on_wait(since_ns, until_ns)`` is called after collectives have ended, with the span of :class:`WaitTime`.
         """
         self._on_collective, self._on_wait = callback, on_wait
@@ -366,8 +369,10 @@ class CommState:
 
     # ------------------------------------------------------------------ works
 
-    def begin(self, what: str) -> bool:
+    def begin(self, what: str, *, joint: bool = False) -> bool:
         """Count a collective. Return True if it must complete on local data.
+
+        ``joint``: all ranks of the job make it.
 
         Raises: StepError, PeerLost or GroupAborted if the collective is not allowed now, see :meth:`check`.
         """
@@ -375,7 +380,7 @@ class CommState:
         if self._on_collective is not None:
             self.note_wait()
             self._waited.begin()
-            self._on_collective(self.collectives, what)
+            self._on_collective(self.collectives, what, joint)
         elif self.flight is not None:
             self.flight.counted(self.collectives)
         return False if self.calm else self.check(what)

@@ -67,6 +67,8 @@ class ReconfigurableGroup(OuterGroup):
         self._default_way = Wait.STREAM if Wait.STREAM in self._ways.values() else Wait.SLICES
         self._coalescing: dict[int, dist.ProcessGroup] = {}  # by thread: the group in which coalescing began
         self._begun = 0  # collectives begun in this generation
+        client = control_store.control_client()
+        self._of_all = client is not None and client.world_size == spec.world_size
         self._texts: dict[tuple[str, int, torch.dtype | None], bytes] = {}
         self.communicator = FreshGroups(fabric, spec, self._store_in)
         self._built_in: Generation | None = None
@@ -189,6 +191,7 @@ class ReconfigurableGroup(OuterGroup):
         on: Tensor | None = None,
         after: Fill | None = None,
         p2p: bool = False,
+        joint: bool = True,
     ) -> Work:
         """Begin a collective and return its work.
 
@@ -200,10 +203,11 @@ class ReconfigurableGroup(OuterGroup):
             on: a tensor of the collective, whose device determines the backend.
             after: called once the collective has succeeded.
             p2p: True for a point-to-point call, whose work cannot be waited for in slices.
+            joint: every rank of the group makes the call.
         """
         fabric = self._fabric
         results = list(outputs)
-        local = fabric.begin(what)
+        local = fabric.begin(what, joint=self._of_all and joint and not p2p)
         count = fabric.collectives
         if fabric.flight is not None:
             self._record(fabric.flight, count, what, on, p2p)
@@ -500,7 +504,7 @@ class ReconfigurableGroup(OuterGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Run gloo's barrier that names a missing rank. Its error goes to the user and does not count as a fault."""
-        if not self._fabric.begin("monitored_barrier"):
+        if not self._fabric.begin("monitored_barrier", joint=self._of_all):
             group: Any = self.communicator.group
             group.monitored_barrier(timeout or self.spec.timeout, wait_all_ranks)
 
@@ -522,7 +526,8 @@ class ReconfigurableGroup(OuterGroup):
             with suppress(RuntimeError):  # the error of the abort
                 group._end_coalescing(device)
         on = torch.empty(0, device=device)
-        return self._run("end_coalescing", lambda _: group._end_coalescing(device), [], on=on)
+        # The coalesced calls may be point-to-point.
+        return self._run("end_coalescing", lambda _: group._end_coalescing(device), [], on=on, joint=False)
 
     # ------------------------------------------------------------------ what torch asks of the backend
 

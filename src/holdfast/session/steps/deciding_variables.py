@@ -1,0 +1,159 @@
+"""The variables of a script that may decide whether it makes a collective: a search in its source.
+
+Theory. Code between two blocks makes a collective under conditions: an ``if`` around it, or an ``if`` before it that
+continues with the next step. A condition differs between ranks if it depends on a variable that each step takes over
+from the step before. In a replacement such a variable begins again. So the search starts at the names in the conditions
+and follows the assignments of the loop. It keeps the names that the loop reads before it writes them.
+
+The result is text for an error. Source that is not there, and conditions in other forms, give no names.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside
+
+Places = tuple[tuple[str, int], ...]
+
+VARIABLES_MAX = 4
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+_Loop = ast.For | ast.While
+_LEAVES = (ast.Continue, ast.Break, ast.Return)
+
+
+def places_in_script() -> Places:
+    """Return file and line of the stack frames of this thread, the innermost first, up to the outermost in a loop.
+
+    Frames of libraries are left out.
+    """
+    frames = frames_outside((OURS, *LIBRARIES, "<"))  # "<frozen runpy>"
+    places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
+    # An environment may take packages from another one, which ``LIBRARIES`` does not have.
+    found = [place for place in places if not any(part in place[0] for part in _PACKAGES)]
+    loops = [index for index, place in enumerate(found) if _loops_around(*place)]
+    return tuple(found[: loops[-1] + 1] if loops else found[:1])
+
+
+def described(places: Places) -> str:
+    """Return the innermost and the outermost of ``places`` as text: ``stats.py:98, from train.py:31``."""
+    shown = dict.fromkeys((places[0], places[-1]))
+    return ", from ".join(f"{os.path.basename(file)}:{line}" for file, line in shown)
+
+
+@cache
+def deciding_variables(places: Places) -> tuple[str, ...]:
+    """Return the names of variables that may decide whether the code at ``places`` runs, the outermost place first."""
+    names = (name for file, line in reversed(places) for name in _of_place(file, line))
+    return tuple(dict.fromkeys(names))[:VARIABLES_MAX]
+
+
+def _of_place(file: str, line: int) -> Iterator[str]:
+    scope, *inner = _inside_scope(file, line)
+    loops = _loops_around(file, line)
+    for block in loops or [scope]:
+        conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
+        conditions += _skips(block, line)
+        wanted = {name for test in conditions for name, _ in _uses(test)}
+        uses = list(_uses(block))
+        for assigned in _assignments(block, wanted):
+            wanted |= {name for name, _ in _uses(assigned)}
+        written = {name for name, stores in uses if stores}
+        first: dict[str, bool] = {}
+        for name, stores in uses:
+            first.setdefault(name, stores)
+        carried = [name for name, stores in first.items() if not stores and name in wanted & written]
+        # Local variables of a function without a loop do not outlive its call.
+        yield from carried if loops else (name for name in carried if "." in name)
+
+
+@cache
+def _loops_around(file: str, line: int) -> list[ast.AST]:
+    return [node for node in _inside_scope(file, line) if isinstance(node, _Loop)]
+
+
+def _inside_scope(file: str, line: int) -> list[ast.AST]:
+    """Return the function (or module) of a line, and in it the nodes that contain the line, the outermost first."""
+    tree = _tree(file)
+    around = [tree, *_enclosing(tree, line)]
+    return around[max(index for index, node in enumerate(around) if isinstance(node, _Scope)) :]
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def _enclosing(node: ast.AST, line: int) -> Iterator[ast.AST]:
+    """Yield the nodes below ``node`` that contain ``line``, the outermost first."""
+    for child in ast.iter_child_nodes(node):
+        if getattr(child, "lineno", line + 1) <= line <= (getattr(child, "end_lineno", None) or 0):
+            yield child
+            yield from _enclosing(child, line)
+            return
+
+
+def _skips(block: ast.AST, line: int) -> Iterator[ast.expr]:
+    """Yield the conditions before ``line`` under which the rest of ``block`` does not run."""
+    for node in ast.walk(block):
+        if (
+            isinstance(node, ast.If)
+            and node.lineno < line
+            and any(isinstance(n, _LEAVES) for n in ast.walk(node))
+        ):
+            yield node.test
+
+
+def _assignments(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
+    """Yield the values that ``block`` assigns to the names in ``wanted``, which may grow meanwhile."""
+    left = [node for node in ast.walk(block) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
+    while found := [
+        n for n in left if n.value and any(name in wanted for t in _targets(n) for name, _ in _uses(t))
+    ]:
+        left = [node for node in left if node not in found]
+        yield from (node.value for node in found if node.value is not None)
+
+
+def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def _uses(node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Yield the variables that ``node`` uses, in the order of execution, and whether it writes them.
+
+    An attribute of a variable is a variable of its own (``self.tick``). An element is a part of its container.
+    """
+    match node:
+        case ast.AugAssign():
+            yield from ((name, False) for name, _ in _uses(node.target))
+            yield from _uses(node.value)
+            yield from _uses(node.target)
+        case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
+            if node.value is not None:
+                yield from _uses(node.value)
+            for target in _targets(node):
+                yield from _uses(target)
+        case ast.For():
+            for part in (node.iter, node.target, *node.body, *node.orelse):
+                yield from _uses(part)
+        case ast.Name():
+            yield node.id, isinstance(node.ctx, ast.Store)
+        case ast.Attribute(value=ast.Name()):
+            yield ast.unparse(node), isinstance(node.ctx, ast.Store)
+        case ast.Subscript(value=ast.Name() | ast.Attribute()):
+            yield from _uses(node.slice)
+            yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in _uses(node.value))
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+            for part in node.body if isinstance(node.body, list) else []:
+                yield from _uses(part)
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from _uses(child)
