@@ -170,6 +170,23 @@ def test_an_exit_in_an_epoch_leaves_what_follows_to_the_next_start(tmp_path: Pat
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize(("count", "told"), [(2, True), (3, False), (4, False)])
+def test_a_smaller_number_of_epochs_than_before_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, told: bool
+) -> None:
+    """A script that subtracts the epochs of its own checkpoint would end the job early without a word."""
+    script = Script()
+    with pytest.raises(SystemExit), script.session(tmp_path) as s:
+        for _ in s.epochs(3):
+            for step in s.steps(script.loader):
+                if step.number >= STEPS:
+                    s._rank.ask_exit("test")
+                script.step(step)
+    assert len(Script().train(tmp_path, count)) == count - 1
+    assert ("s.epochs(2) was s.epochs(3) before, and 1 of these epochs are over" in caplog.text) == told
+
+
+@pytest.mark.torch
 def test_a_loop_that_was_left_stays_left_and_so_do_epochs(tmp_path: Path) -> None:
     script = Script()
     with pytest.raises(ZeroDivisionError), script.session(tmp_path) as s:

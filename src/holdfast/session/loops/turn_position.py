@@ -60,6 +60,7 @@ class ScriptPart:
         kind: ``epochs``, or ``phase`` with its name.
         turns: total number of turns of the part.
         done: number of turns that the whole job has finished.
+        planned: total number of turns at the newest turn of the job; ``turns`` if the part is new or over.
         closed: the script has left the part, by ``break`` or an exception.
         slot: the slot of the open turn; None between two turns.
     """
@@ -69,6 +70,7 @@ class ScriptPart:
         self.kind = kind
         self.turns = turns
         self.done = done
+        self.planned = turns
         self.closed = False
         self.slot: LoopSlot | None = None
 
@@ -187,6 +189,8 @@ class TurnPosition:
             self.loops = int(known["loops"])
             if known["over"] and not self._goes_further(known, turns):
                 part.turns = part.done
+            elif not known["over"]:
+                part.planned = int(known["turns"])
         self._open.append(part)
         return part
 

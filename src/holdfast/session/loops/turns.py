@@ -80,6 +80,14 @@ class Turns:
             log.info(
                 "holdfast: no epoch is left to do: the job has left them after %d of %d", part.done, turns
             )
+        if turns < part.planned and self._adapter.rank == 0:
+            log.warning(
+                "holdfast: s.epochs(%d) was s.epochs(%d) before, and %d of these epochs are over: if fewer epochs are "
+                "not meant, give the number of the whole job, also after a restart",
+                turns,
+                part.planned,
+                part.done,
+            )
         for turn in range(part.done, part.turns):
             self._begin(part)
             try:

@@ -257,9 +257,11 @@ _OBJECT_CALLS: dict[str, Callable[..., None]] = {
     "send_object_list": _alone_nothing,
     "recv_object_list": _alone_nothing,
 }
-"""Functions of ``torch.distributed`` that send Python objects, each with its replacement in loopback.
+"""Functions of ``torch.distributed`` that send Python objects, each with its replacement on local data.
 
-They allocate memory of a size that a peer sent. In a poisoned process they therefore end at once.
+They allocate memory of a size that a peer sent. In a poisoned process they therefore end at once, and the replacement
+completes the call. So the block ends at its vote, like all its other runs. A block that ended in the middle would leave
+what it had put into a list of the script, and its next run would use that as well.
 """
 
 
@@ -274,6 +276,8 @@ def _guard_objects(name: str, alone: Callable[..., None]) -> None:
             if not state.calm and state.check(name):
                 return alone(*args, **kwargs)
             return original(*args, **kwargs)
+        except GroupAborted:
+            return alone(*args, **kwargs)
         finally:
             state.returning_data(False)
 

@@ -50,9 +50,9 @@ _PENDING_PRUNE = 512
 
 
 class GroupAborted(Aborted):
-    """The exception that leaves the block of a step, which then runs again.
+    """The exception that ends a call of torch that must return data of a peer, because that peer is lost.
 
-    It is raised by a call that must return data of a peer when that peer is lost.
+    A function that sends Python objects then completes on local data.
     """
 
 
@@ -363,7 +363,7 @@ class CommState:
     def returning_data(self, on: bool) -> None:
         """Mark the begin (``on``) or the end of a call that must return data of a peer; calls are counted per thread.
 
-        In a poisoned process such a call aborts the step.
+        In a poisoned process a collective of such a call raises :class:`GroupAborted`.
         """
         self._local.strict = getattr(self._local, "strict", 0) + (1 if on else -1)
 
