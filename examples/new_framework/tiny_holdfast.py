@@ -229,7 +229,7 @@ class TinyAdapter(TcpGroupAdapter[TinyState]):
     # ---- groups (GroupAdapter)
 
     def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str, bool], None]
     ) -> None:
         """Let the optimizer average over the job, and ask for the vote before it changes weights."""
         super().attach(hooks, on_fault, on_collective)

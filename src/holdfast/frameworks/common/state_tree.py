@@ -10,8 +10,8 @@ ever pickled: any other object is refused by name.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,9 +26,24 @@ Fetch = Callable[[Plain], Any]
 """A function that returns the tensor for a replacement that a :data:`Leaf` returned."""
 
 MARK = "@"
+ORDER = "order"
 DEPTH_MAX = 64
 NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
 """The largest number of values in one tree. Each value takes at least two bytes of JSON."""
+
+
+class InOrder(NamedTuple):
+    """The replacement of a tensor whose elements lie in another order in memory than a new tensor's elements would.
+
+    The order matters for the last bits of a matrix product. A :data:`Leaf` may return it.
+
+    Attributes:
+        stands_for: the replacement without the order.
+        order: the dimensions of the tensor, from the slowest to the fastest in memory.
+    """
+
+    stands_for: Plain
+    order: tuple[int, ...]
 
 
 def no_leaf(value: Any, path: str) -> Plain:
@@ -66,6 +81,8 @@ class _Splitter:
         if self._left < 0:
             raise StateError(f"{path}: more than {NODES_MAX} values", hint="keep large state in tensors")
         stands_for = self._leaf(value, path)
+        if isinstance(stands_for, InOrder):
+            return {MARK: "tensor", "v": stands_for.stands_for, ORDER: list(stands_for.order)}
         if stands_for is not None:
             return {MARK: "tensor", "v": stands_for}
         kind = type(value)
@@ -100,6 +117,19 @@ class _Splitter:
 
     def _each(self, values: Any, path: str, depth: int) -> list[Plain]:
         return [self.split(item, f"{path}.{index}", depth) for index, item in enumerate(values)]
+
+
+def orders_in(value: Plain) -> dict[Plain, tuple[int, ...]]:
+    """Return the recorded memory orders in the result of :func:`split`, by the replacement of the tensor."""
+    if isinstance(value, list | tuple):
+        items: Iterable[Plain] = value
+    elif not isinstance(value, dict):
+        return {}
+    elif value.get(MARK) == "tensor":
+        return {value["v"]: tuple(value[ORDER])} if ORDER in value else {}
+    else:
+        items = value.values()
+    return {name: order for item in items for name, order in orders_in(item).items()}
 
 
 def join(value: Plain, fetch: Fetch, path: str = "values") -> Any:

@@ -183,9 +183,10 @@ class TorchAdapter:
         private_api.callback_handler.register_start_callback(self._compile_begins)
         private_api.callback_handler.register_end_callback(self._compile_ends)
         # The script may compile optimizer.step(): torch.compile must call these hooks without tracing into them.
+        untraced: Callable[[Any], Any] = torch.compiler.disable
         self._handles = [
-            register_optimizer_step_pre_hook(torch.compiler.disable(self._before_update)),
-            register_optimizer_step_post_hook(torch.compiler.disable(self._after_update)),
+            register_optimizer_step_pre_hook(untraced(self._before_update)),
+            register_optimizer_step_post_hook(untraced(self._after_update)),
             *(
                 passed_through(module).register_forward_hook(partial(self._watch_output, number))
                 for number, (_, module) in enumerate(modules_of(self._model))

@@ -358,6 +358,15 @@ def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
     return tensor.layout is like.layout
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor on this rank, from the slowest to the fastest in memory.
+
+    A tensor in C order has 0, 1, 2, ...
+    """
+    strides = local_of(tensor).stride()
+    return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a local tensor in C order, on its device: its own memory if possible, otherwise a copy.
 

@@ -11,12 +11,20 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
-from holdfast.frameworks.common.state_tree import Leaf, Plain, join, split
+from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError, UnsupportedError, UsageError
+from holdfast.frameworks.common.state_tree import InOrder, Leaf, Plain, join, orders_in, split
 from holdfast.frameworks.torch import private_api
-from holdfast.frameworks.torch.state.boxes import TORCH_DTYPES, global_shape, is_padded, lies_as, placed
+from holdfast.frameworks.torch.state.boxes import (
+    TORCH_DTYPES,
+    global_shape,
+    is_padded,
+    lies_as,
+    memory_order,
+    placed,
+)
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
 from holdfast.frameworks.torch.state.restore_in_place import put_into
 from holdfast.store.layouts.layout import Catalogue
@@ -230,7 +238,8 @@ class Undo:
             for key in [*parameters_of(optimizer), *{**shared_state(state), **shared_state(states)}]:
                 now = state.pop(key, None)
                 if key in states:  # in place, because the check of replicas (digests) refers to these tensors
-                    state[key] = put_into(now, states[key])
+                    alike = _form(now) == _form(states[key])
+                    state[key] = put_into(now, states[key]) if alike else states[key]
         self.clear()
 
     def clear(self) -> None:
@@ -274,13 +283,32 @@ def clone(value: Any) -> Any:
 def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
     """Return a leaf function for the optimizer's state of ``parameter``. It passes each value on to ``leaf``.
 
-    A tensor with the shape of ``parameter`` is first declared to have the same region as ``parameter``.
+    A tensor with the shape of ``parameter`` is first declared to have the same region as ``parameter``. The memory
+    order of a tensor is added if :func:`allocate` would make another one.
     """
 
     def take(value: Any, path: str) -> Plain:
-        return leaf(placed(value, parameter) if isinstance(value, torch.Tensor) else value, path)
+        if not isinstance(value, torch.Tensor):
+            return leaf(value, path)
+        stands_for = leaf(placed(value, parameter), path)
+        if isinstance(value, DTensor) or value.layout is not torch.strided:
+            return stands_for
+        order = memory_order(value)
+        due = memory_order(parameter) if value.shape == parameter.shape else tuple(range(value.ndim))
+        return stands_for if order == due else InOrder(stands_for, order)
 
     return take
+
+
+def _form(value: Any) -> tuple[Any, ...] | None:
+    """Return shape and strides of a tensor, the forms of all items of a container, and None for any other value."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride()) if value.layout is torch.strided else (value.shape,)
+    if isinstance(value, Mapping):
+        return tuple([(key, _form(item)) for key, item in value.items()])
+    if isinstance(value, list | tuple):
+        return tuple([_form(item) for item in value])
+    return None
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -316,9 +344,8 @@ class OptimizerState:
         return type(self._optimizer).__name__
 
     def size(self) -> int:
-        """Return the number of state entries, which grows when the optimizer creates state at its first update."""
-        state = self.optimizer.state
-        return sum(len(of_one) if isinstance(key, torch.Tensor) else 1 for key, of_one in state.items())
+        """Return a hash that changes with the tensors of the state and their shapes, in lists and dicts as well."""
+        return hash(tuple([_form(of_one) for of_one in self.optimizer.state.values()]))
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return shallow copies of the parameter groups without the parameters; called at the start of a step.
@@ -475,7 +502,7 @@ class OptimizerState:
         self._refuse_another(saved)
         self._refuse_other_groups(saved)
         self._refuse_others_parameters(saved, catalogue)
-        reused: set[int] = set()
+        orders, reused = orders_in(saved["state"]), set[int]()
 
         def fetch(
             path: str, like: torch.Tensor | None, on_cpu: bool, there: object = None, parameter: str = ""
@@ -485,7 +512,8 @@ class OptimizerState:
                 raise CheckpointMismatch(f"the checkpoint names {path} but does not hold it")
             made = None if like is None else cuts.allocate(entry, parameter, like, there)
             if made is None:
-                made = allocate(entry.shape, TORCH_DTYPES[entry.dtype], like, on_cpu=on_cpu, there=there)
+                dtype, order = TORCH_DTYPES[entry.dtype], orders.get(path)
+                made = allocate(entry.shape, dtype, like, on_cpu=on_cpu, there=there, order=order)
             if made is there:
                 if id(made) in reused:  # one tensor under two names: the second gets its own memory
                     made = made.clone()
@@ -546,16 +574,29 @@ def allocate(
     *,
     on_cpu: bool = False,
     there: object = None,
+    order: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Return memory for a tensor of global ``shape``: sharded as ``like`` if both have the same shape, otherwise whole.
 
-    ``there`` is the present tensor. It is returned if it already fits.
+    Args:
+        there: the present tensor. It is returned if it already fits.
+        order: the dimensions, from the slowest to the fastest in memory. None: as in ``like``, or in C order.
+
+    Raises:
+        CheckpointInvalid: ``order`` does not name each dimension once.
     """
-    if like is not None and tuple(shape) == global_shape(like) and not on_cpu:
-        if isinstance(there, torch.Tensor) and there.dtype is dtype and lies_as(there, like):
+    if order is None and like is not None and tuple(shape) == global_shape(like) and not on_cpu:
+        fits = isinstance(there, torch.Tensor) and there.dtype is dtype and lies_as(there, like)
+        if fits and isinstance(there, torch.Tensor) and memory_order(there) == memory_order(like):
             return placed(there, like)
         make = torch.zeros_like if is_padded(like) else torch.empty_like  # a load does not fill the padding
         return placed(make(like, dtype=dtype, requires_grad=False), like)
     local = None if like is None else private_api.local_tensor(like)
     device = torch.device("cpu") if local is None or on_cpu else local.device
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
+    if order is None:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    if sorted(order) != list(range(len(shape))):
+        raise CheckpointInvalid(f"{order} is no order of {len(shape)} dimensions")
+    made = torch.empty([shape[at] for at in order], dtype=dtype, device=device)
+    made = made.permute([order.index(at) for at in range(len(shape))])
+    return made if like is None else placed(made, like)

@@ -49,7 +49,8 @@ class ElasticAccumulation:
         if self._original is None:
             self._original = torch.autograd.backward
             # A script that compiles its whole step calls it there: torch.compile must not trace into it.
-            torch.autograd.backward = torch.compiler.disable(self._backward)
+            untraced: Callable[[Any], Any] = torch.compiler.disable
+            torch.autograd.backward = untraced(self._backward)
         if part == 0:
             self._sums = {}
         for name, gradient in self._last.items() if part else ():
