@@ -233,6 +233,25 @@ def test_a_counter_of_the_training_loop_is_left_alone() -> None:
     assert [script.look(), script.step(), script.step()] == [[], [], []] and not script.undeclared.counters
 
 
+def test_a_counter_beside_a_small_value_of_the_session_is_left_alone() -> None:
+    """Regression: a progress bar was named, because its attributes and the session's scaler were None."""
+
+    class Bar:
+        def __init__(self) -> None:
+            self.scaler, self.total, self.unit, self.n = None, 12, "it", 0
+
+    def make(model: nn.Module) -> tuple[Variables, Update]:
+        bar = Bar()
+
+        def update(model: nn.Module) -> None:
+            bar.n += 1
+
+        return {"bar": bar, "seen": 12, "unit": "it"}, update
+
+    script = Script(make, declared=("seen", "unit"))
+    assert script.look() == script.step() == script.step() == [] and not script.undeclared.counters
+
+
 def test_a_counter_that_the_session_also_has_is_left_alone() -> None:
     def make(model: nn.Module) -> tuple[Variables, Update]:
         average, counts = CountedAverage(model), {"updates": 0}

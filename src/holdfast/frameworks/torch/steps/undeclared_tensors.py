@@ -36,6 +36,7 @@ from holdfast.frameworks.torch.steps.script_tensors import Place, places_in
 from holdfast.text import plural
 
 SAMPLE = 256
+_SHARED = (type(None), int, float, complex, str, bytes, tuple)
 _Slot = tuple[int, object]  # id of the container, and the key
 
 
@@ -110,7 +111,8 @@ class UndeclaredTensors:
     def _known_objects(self) -> set[int]:
         extras = self._state.extras
         declared = [*extras.values(), *self._state.schedulers.values(), extras, self._state.scaler]
-        return {id(each) for each in declared}
+        # Python has one object for all equal small values, so other objects of the script hold the same ones.
+        return {id(each) for each in declared if not isinstance(each, _SHARED)}
 
     def _known_memory(self) -> Iterator[int]:
         state = self._state
