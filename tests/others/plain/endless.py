@@ -57,6 +57,18 @@ class InfiniteDataLoader(DataLoader[Any]):
             yield next(self.iterator)
 
 
+class Detector(nn.Module):
+    """Its layers are not registered in the order of their use, so DDP changes the layout of its buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 1)
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.body(x))
+
+
 def seed_worker(worker: int) -> None:
     random.seed(torch.initial_seed() % 2**32)
 
@@ -67,8 +79,8 @@ torch.manual_seed(7)
 data = Images()
 sampler = DistributedSampler(data)  # type: ignore[var-annotated]
 loader = InfiniteDataLoader(data, 4, sampler=sampler, num_workers=1, worker_init_fn=seed_worker)
-raw = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
-model = DistributedDataParallel(raw)
+raw = Detector()
+model = DistributedDataParallel(raw, static_graph=True, bucket_cap_mb=0.0002)
 optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", enabled=False)
 average = AveragedModel(raw, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
