@@ -49,6 +49,35 @@ class Items(Dataset[list[float]]):
         return [float(index), float(torch.rand(())), random.random(), float(np.random.rand())]
 
 
+class _RepeatSampler:
+    """The sampler of YOLO's ``InfiniteDataLoader`` and of timm's ``MultiEpochsDataLoader``."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class Endless(DataLoader[Any]):
+    """YOLO's loader: one iterator, made at the beginning, for all epochs. Without batches it is timm's."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        name = "sampler" if self.batch_sampler is None else "batch_sampler"
+        object.__setattr__(self, name, _RepeatSampler(getattr(self, name)))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        repeating: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
+        return len(repeating.sampler)
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
 class Stream(IterableDataset[float]):
     """A stream of ten numbers with noise."""
 
@@ -69,6 +98,9 @@ def loaders(workers: int) -> dict[str, Any]:
         "distributed": DataLoader(data, 3, sampler=DistributedSampler(data, 2, 1), **common),
         "weighted": DataLoader(data, 3, sampler=WeightedRandomSampler([1.0] * LENGTH, 9), **common),
         "unbatched": DataLoader(data, batch_size=None, **common),
+        "endless": Endless(data, 3, shuffle=True, **common),
+        "endless distributed": Endless(data, 3, sampler=DistributedSampler(data, 2, 1), **common),
+        "endless unbatched": Endless(data, batch_size=None, **common),
         "stream": DataLoader(Stream(), 3, **common),
         "list": [torch.tensor([float(n)]) for n in range(4)],
     }
@@ -102,10 +134,24 @@ def test_same_batches_from_any_place(kind: str) -> None:
 
 
 def test_worker_processes_do_not_change_the_data() -> None:
-    for kind in ("shuffle", "distributed"):
+    for kind in ("shuffle", "distributed", "endless"):
         here, there = (TorchFeed(make_source(loaders(n)[kind], 1, 0)) for n in (0, 2))
         assert draw(here, 4) == draw(there, 4)
         there.close()
+
+
+def test_a_loader_that_repeats_keeps_its_workers_and_gets_the_epoch() -> None:
+    """YOLO's loader draws the first batches of each epoch before ``set_epoch``; the session draws them after it."""
+    loader: Any = loaders(2)["endless distributed"]
+    feed, other = (TorchFeed(make_source(each, 1, 1)) for each in (loader, loaders(0)["distributed"]))
+    source: Any = feed._source
+    assert isinstance(source, MapSource) and source.length == len(loader) == 3
+    ours = draw(feed, 3)
+    workers = [worker.pid for worker in source._iterator._workers]
+    ours += draw(feed, 3)
+    assert ours == draw(other, 6) and ours[:3] != ours[3:]
+    assert [worker.pid for worker in source._iterator._workers] == workers
+    feed.close()
 
 
 def test_skipped_samples_are_not_read() -> None:

@@ -187,6 +187,86 @@ def test_the_innermost_module_with_all_changes_is_named() -> None:
     assert [script.look(), script.step()] == [[], ["task.average (AveragedModel)"]]
 
 
+class CountedAverage:
+    """YOLO's ``ModelEMA``: an average in an attribute, and a counter that decides on its decay."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ema = AveragedModel(model)
+        self.updates = 0
+        self.decay = 0.9
+
+    def update(self, model: nn.Module) -> None:
+        """Count, and update the average."""
+        self.updates += 1
+        self.ema.update_parameters(model)
+
+
+class CountedModule(nn.Module, CountedAverage):
+    """The same as a module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        CountedAverage.__init__(self, model)
+
+
+@pytest.mark.parametrize("kind", [CountedAverage, CountedModule])
+def test_a_counter_beside_an_average_of_the_session_is_found(kind: type[CountedAverage]) -> None:
+    def make(model: nn.Module) -> tuple[Variables, Update]:
+        average = kind(model)
+        return {"average": average, "module": average.ema}, average.update
+
+    script = Script(make, declared=("module",))
+    assert script.look() == [] and not script.undeclared.counters
+    for _ in range(2):
+        assert script.step() == [] and script.undeclared.counters == ["average.updates"]
+
+
+def test_a_counter_of_the_training_loop_is_left_alone() -> None:
+    """A trainer counts its steps for its own log; it holds the model as well."""
+
+    def make(model: nn.Module) -> tuple[Variables, Update]:
+        trainer: Any = CountedAverage(model)
+        trainer.model = model
+        return {"trainer": trainer, "module": trainer.ema}, trainer.update
+
+    script = Script(make, declared=("module",))
+    assert [script.look(), script.step(), script.step()] == [[], [], []] and not script.undeclared.counters
+
+
+def test_a_counter_beside_a_small_value_of_the_session_is_left_alone() -> None:
+    """Regression: a progress bar was named, because its attributes and the session's scaler were None."""
+
+    class Bar:
+        def __init__(self) -> None:
+            self.scaler, self.total, self.unit, self.n = None, 12, "it", 0
+
+    def make(model: nn.Module) -> tuple[Variables, Update]:
+        bar = Bar()
+
+        def update(model: nn.Module) -> None:
+            bar.n += 1
+
+        return {"bar": bar, "seen": 12, "unit": "it"}, update
+
+    script = Script(make, declared=("seen", "unit"))
+    assert script.look() == script.step() == script.step() == [] and not script.undeclared.counters
+
+
+def test_a_counter_that_the_session_also_has_is_left_alone() -> None:
+    def make(model: nn.Module) -> tuple[Variables, Update]:
+        average, counts = CountedAverage(model), {"updates": 0}
+
+        def update(model: nn.Module) -> None:
+            average.updates = counts["updates"]
+            average.update(model)
+            counts["updates"] = average.updates
+
+        return {"average": average, "module": average.ema, "counts": counts}, update
+
+    script = Script(make, declared=("module", "counts"))
+    assert [script.look(), script.step(), script.step()] == [[], [], []] and not script.undeclared.counters
+
+
 def test_plain_state_is_known_by_its_memory() -> None:
     def make(model: nn.Module) -> tuple[Variables, Update]:
         average = Average(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.frameworks.torch.state.wrapper_reset import Scaling
+from holdfast.frameworks.torch.state.wrapper_reset import Scaling, effective_scaler
 from tests.adapters import aborts
 from tests.adapters.worlds import Worlds
 
@@ -84,3 +84,14 @@ def test_a_scaler_that_the_session_does_not_have_is_refused_by_name() -> None:
     scaler.step(optimizer)
     scaler.update()
     none.settle([optimizer])
+
+
+def test_a_disabled_scaler_is_no_scaler() -> None:
+    """A disabled scaler lacks most attributes. Without CUDA, torch disables each scaler that is made for CUDA."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    disabled, enabled = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu")
+    assert effective_scaler(disabled) is None and effective_scaler(enabled) is enabled
+    disabled.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    disabled.unscale_(optimizer)
+    Scaling(None, {}).settle([optimizer])

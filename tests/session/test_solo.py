@@ -423,6 +423,35 @@ def test_scaler_that_skips() -> None:
     assert scaler.get_scale() == 2.0
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_disabled_scaler_changes_nothing(given: bool, tmp_path: Path) -> None:
+    """Scripts with a switch for mixed precision have one. It is no part of the state, and no error at an abort."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    job = Job()
+    with job.session(checkpoint=tmp_path / "c", scaler=scaler if given else None) as s:
+        for step in s.steps(job.loader, until=6):
+            with step as batch:
+                job.update(batch)
+    assert same(job, bare(6))
+    after = Job()
+    assert after.train(8, checkpoint=tmp_path / "c", scaler=scaler if given else None) == [6, 7]
+    assert same(after, bare(8))
+
+
+def test_a_step_is_missed_also_beside_a_disabled_scaler() -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with (
+        pytest.raises(StepError, match="no optimizer of the session took a step"),
+        holdfast.session(model=net, optimizer=optimizer, scaler=scaler) as s,
+    ):
+        for step in s.steps([torch.ones(1, 2)] * 20):
+            with step as x:
+                scaler.scale(net(x).sum()).backward()
+                optimizer.zero_grad()
+
+
 def leaving(job: Job, tmp_path: Path, ask: Any, **arguments: Any) -> None:
     """Train, request an exit at step 3, and continue in another session. Compare with the bare training."""
     with pytest.raises(SystemExit) as left, job.session(checkpoint=tmp_path / "c", **arguments) as s:

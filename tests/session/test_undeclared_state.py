@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,10 +39,12 @@ class Changes:
 
     Attributes:
         looks: number of looks so far.
+        counters: names of counters that change at each look.
     """
 
-    def __init__(self, *changed: tuple[str, ...]) -> None:
+    def __init__(self, *changed: tuple[str, ...], counters: tuple[str, ...] = ()) -> None:
         self.looks = 0
+        self.counters: Sequence[str] = counters
         self._changed = changed
 
     def finder(self) -> Changes:
@@ -63,6 +67,16 @@ def test_looks_come_in_threes_and_ever_more_rarely() -> None:
         check.look(step)  # the block runs again
         due += [step] * (changes.looks - before)
     assert [step - 7 for step in due] == [0, 1, 2, 4, 5, 6, 16, 17, 18, 64, 65, 66]
+
+
+def test_a_counter_beside_state_of_the_session_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It is no error, because the script may set it from a number of the session before each use."""
+    check = UndeclaredState(Changes(counters=("ema.updates",)), on=True)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        for step in range(20):
+            check.look(step)
+    (told,) = caplog.messages
+    assert "step 2: ema.updates counts beside state of the session" in told
 
 
 def test_a_change_at_two_steps_in_a_row_is_refused() -> None:

@@ -251,7 +251,14 @@ class ProvesBlocks(Protocol):
 
 
 class Finder(Protocol):
-    """A finder of undeclared state: values that the script changes and has not given to the session."""
+    """A finder of undeclared state: values that the script changes and has not given to the session.
+
+    Attributes:
+        counters: names of undeclared counters beside state of the session that have changed between the last two calls
+            of :meth:`changed`.
+    """
+
+    counters: Sequence[str]
 
     def changed(self, variables: Mapping[str, object]) -> Sequence[str]:
         """Return the names of undeclared values that have changed since the previous call.

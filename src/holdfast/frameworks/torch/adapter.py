@@ -49,6 +49,7 @@ from holdfast.frameworks.torch.state.weight_swap import WeightSample
 from holdfast.frameworks.torch.state.wrapper_reset import (
     Scaling,
     dividing,
+    effective_scaler,
     forget_pass,
     heal,
     heal_pipelines,
@@ -101,6 +102,7 @@ class TorchAdapter:
             self.rank, self.world_size = _place(self.own_groups)
         self._model = model
         self._seed = seed
+        scaler = effective_scaler(scaler)
         self._scaling = Scaling(scaler, extras)
         self.live = self.own_groups and self.world_size > 1
         self.scaled = scaler is not None

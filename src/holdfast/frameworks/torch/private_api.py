@@ -578,7 +578,7 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
 
 def scales(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Return True if the scaler has unscaled gradients of this optimizer since its last ``update()``."""
-    return id(optimizer) in scaler._per_optimizer_states
+    return scaler.is_enabled() and id(optimizer) in scaler._per_optimizer_states
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:

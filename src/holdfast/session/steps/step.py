@@ -152,7 +152,7 @@ class Step:
         self.writes: int | None = (
             None  # write count of the weights before an optimizer without gradients steps; None: there is a gradient
         )
-        self.idle = False  # the rehearsal ended without an optimizer.step()
+        self.idle = False  # the rehearsal ended without a backward pass and an optimizer.step()
         self.repeats = True  # the batch can be handed out again at once
         self.rehearsal = rehearsal
         self.scrap = scrap  # a rehearsal with the update, of a state that will be replaced
@@ -255,9 +255,13 @@ class StepRunner:
         self._able = BlockAbilities.of(adapter)
         self._current: Step | None = None
         self._tally = Tally(passed=False)
+        self._went_back = False  # the open block has made a backward pass
         self._left = ""  # the exception by which the script left a block, in words
         self._empty = EmptyBlocks()
-        self._idle = (-1, 0)  # step and block index of the newest rehearsal without an optimizer.step()
+        self._idle = (
+            -1,
+            0,
+        )  # step and block index of the newest rehearsal without a backward pass and an update
 
     @property
     def current(self) -> Step | None:
@@ -325,7 +329,7 @@ class StepRunner:
             if self._rank.step != step.number:
                 self._owner.rewound(step)
         self._rank.note_local(self._owner.entered(step.number), step.number)
-        self._current = step
+        self._current, self._went_back = step, False
         step.rehearsal = alone or (not joining and self._is_alone(step))
         if not step.rehearsal:
             if not self._meet(step):
@@ -363,6 +367,7 @@ class StepRunner:
     # ------------------------------------------------------------------ hooks
 
     def _backward(self) -> None:
+        self._went_back = True
         if self._rank.state == "compute":
             self._rank.enter(Phase.BACKWARD)
 
@@ -500,7 +505,7 @@ class StepRunner:
         return step.rehearsal and (self._recompute.excuses(error) or self._prover.excuses(step, error))
 
     def _note_idle(self, step: Step) -> None:
-        if step.rehearsal and not step.updated:
+        if step.rehearsal and not step.updated and not self._went_back:
             step.idle = True
             self._idle = (step.number, step.part)
 

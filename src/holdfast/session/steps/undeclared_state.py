@@ -9,6 +9,9 @@ has changed less often may be a copy that the script fills from the state (for a
 The first three looks are at the first steps, before a fault is likely. A learning rate may begin with 0, so that
 nothing changes at these steps. Further threes begin 4, 16, 64, ... steps after the first look, so that their cost
 becomes negligible.
+
+A counter beside state of the session (``ema.updates`` beside ``ema.ema``) causes a warning, because the script may set
+it from the number of the step before each use.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class UndeclaredState:
         self._finder = adapter.finder() if on and isinstance(adapter, FindsUndeclaredState) else None
         self._first: int | None = None  # the step of the first look
         self._last = -1
-        self._changed: list[set[str]] = []  # names of changed tensors, for each look of the present three
+        # Names of changed tensors, and of changed counters, for each look of the present three.
+        self._changed: list[set[str]] = []
+        self._counted: list[set[str]] = []
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
@@ -58,6 +63,7 @@ class UndeclaredState:
         self._last = step
         changed = set(self._finder.changed(variables_of_script()))
         self._changed = [*([] if number == 0 else self._changed), changed]
+        self._counted = [*([] if number == 0 else self._counted), set(self._finder.counters)]
         if number == LOOKS - 1:
             self._judge(step, warns=since >= LOOKS)
 
@@ -68,6 +74,16 @@ class UndeclaredState:
                 f"step {step}: {refused[0]} changes from step to step and is {_EFFECT}",
                 hint="give it to the session on all ranks, state={'name': object}, and begin without the checkpoints "
                 "of this run, which lack it; verify_block=0 leaves out this check",
+            )
+        counters = sorted(set.union(*self._counted[1:]) - self._told)
+        if counters:
+            self._told.update(counters)
+            log.warning(
+                "holdfast: step %d: %s counts beside state of the session, and a process that joins or resumes counts "
+                "from the start: also keep the number in state={'name': {'count': 0}} and set it from there, or "
+                "compute it from step.number",
+                step,
+                ", ".join(counters),
             )
         names = sorted(set.union(*self._changed) - self._told) if warns else []
         if names:

@@ -9,7 +9,8 @@ drawn. A job with another number of ranks or another batch size can then continu
 workers nor on a restart.
 
 Sources, by the type of the user's loader:
-- a ``DataLoader`` over a map-style dataset is rebuilt around the same dataset, sampler and settings (``MapSource``);
+- a ``DataLoader`` over a map-style dataset is rebuilt around the same dataset, sampler and settings (``MapSource``),
+  also one of YOLO or timm whose sampler repeats without an end;
 - a loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) goes to a position by ``load_state_dict``
   (``StatefulSource``); its state belongs to one rank, whose status page carries it;
 - any other iterable is read again from the start of the epoch up to the position, with a warning (``ReplaySource``).
@@ -236,7 +237,7 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
         return StatefulSource(loader, seed, rank)
     if (
         isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
+        and (type(loader).__iter__ is DataLoader.__iter__ or _repeats(loader))
         and not isinstance(loader.dataset, IterableDataset)
     ):
         return MapSource(loader, seed, rank, spare)
@@ -305,7 +306,11 @@ class MapSource(Source):
     def __init__(self, loader: DataLoader[Any], seed: int, rank: int, spare: bool = False) -> None:
         super().__init__(loader, seed, rank)
         batched = loader.batch_sampler is not None
-        inner = loader.batch_sampler if batched else loader.sampler
+        inner: Any = loader.batch_sampler if batched else loader.sampler
+        self._repeats = _repeats(loader)
+        if self._repeats:
+            inner = inner.sampler
+        self._inner = inner
         self._order = SamplerOrder(inner, batched, seed, rank)
         self._generator = torch.Generator()
         self._batched = batched
@@ -332,11 +337,14 @@ class MapSource(Source):
             multiprocessing_context=loader.multiprocessing_context,
             generator=self._generator,
             prefetch_factor=loader.prefetch_factor,
-            persistent_workers=keep or loader.persistent_workers,
+            persistent_workers=keep or self._keeps_workers(),
             pin_memory_device=loader.pin_memory_device,
             in_order=getattr(loader, "in_order", True),
             **order,
         )
+
+    def _keeps_workers(self) -> bool:
+        return self._user.persistent_workers or (self._repeats and self._user.num_workers > 0)
 
     def become(self, rank: int) -> None:
         """Draw for ``rank`` from now on, in a process that was a spare until now."""
@@ -381,15 +389,13 @@ class MapSource(Source):
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Return an iterator over ``epoch`` that does not load the first ``skip`` batches."""
         user = self._user
-        _set_epoch(
-            epoch, user, user.sampler, user.batch_sampler, getattr(user.batch_sampler, "sampler", None)
-        )
+        _set_epoch(epoch, user, user.sampler, self._inner, getattr(self._inner, "sampler", None))
         self._order.epoch, self._order.skip = epoch, skip
         self._order.seen = None
         if self._order.deal is not None and self._start is not None and self._start[0].epoch == epoch:
             self._order.seen = self._seen(self._order.deal, Position(epoch, skip))
         self._generator.manual_seed(order_seed(self._seed, epoch, self._rank))
-        if not self._user.persistent_workers and not self._lent:
+        if not self._keeps_workers() and not self._lent:
             private_api.stop_workers(self._iterator)
             if self._loader.persistent_workers:
                 self._loader = self._rebuild(self._user, keep=False)
@@ -397,6 +403,16 @@ class MapSource(Source):
         self._iterator = iter(self._loader)
         made: Iterator[Any] = self._iterator
         return made
+
+
+def _repeats(loader: DataLoader[Any]) -> bool:
+    """Return True if the loader's sampler repeats another sampler without an end, to keep its workers for all epochs.
+
+    The loaders of YOLO (``InfiniteDataLoader``) and timm (``MultiEpochsDataLoader``) do so. One iterator of such a
+    loader yields all epochs, so it cannot return to the start of an epoch. Both sampler classes have the same name.
+    """
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return type(sampler).__name__ == "_RepeatSampler" and hasattr(sampler, "sampler")
 
 
 def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:

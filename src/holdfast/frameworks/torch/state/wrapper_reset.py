@@ -73,6 +73,14 @@ def heal_scaler(scaler: torch.amp.GradScaler) -> None:
     private_api.forget_unscaled(scaler)
 
 
+def effective_scaler(scaler: Any) -> Any:
+    """Return ``scaler``; None for a ``GradScaler`` that is disabled, because it has no state and changes no gradient.
+
+    Without CUDA, torch disables each scaler that is made for CUDA.
+    """
+    return None if isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled() else scaler
+
+
 class Scaling:
     """The session's ``GradScaler``, and the refusal of other scalers.
 

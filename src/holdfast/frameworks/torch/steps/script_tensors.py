@@ -1,5 +1,7 @@
 """The search for the tensors that a script's variables hold: in attributes, containers, closures and modules.
 
+It also finds counters of wrappers: an int attribute of an object that holds state of the session in another attribute.
+
 Only values are searched. Classes, Python modules, the objects of torch's runtime and those of Holdfast are left out.
 Long containers count as data and are left out too. The nearest values come first, and the search ends after
 ``VALUES_MAX`` values, so it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would
@@ -29,6 +31,7 @@ _ATOMS = (
 )
 _RUNTIMES = ("holdfast", "torch.distributed", "torch._", "torch.autograd", "torch.fx", "torch.jit")
 """Prefixes of the names of Python modules whose objects are left out."""
+_CONTAINERS = (dict, list, tuple, deque)
 _ARRAYS = (torch.Tensor, np.ndarray)
 _OF_A_MODULE = ("_parameters", "_buffers", "_modules")
 _OF_AN_OPTIMIZER = ("state", "param_groups")
@@ -42,7 +45,7 @@ class Place(NamedTuple):
         modules: the modules that have registered the tensor, the outermost first, each with its path and class.
         container: the dict, list, object or cell that holds it; None: a variable.
         key: its key in ``container``.
-        value: the tensor, the array or another value.
+        value: the tensor, the array, the counter or another value.
     """
 
     path: str
@@ -52,16 +55,22 @@ class Place(NamedTuple):
     value: Any
 
 
-def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterator[Place]:
+def places_in(
+    variables: Mapping[str, object], known: Collection[int], trained: Collection[int] = ()
+) -> Iterator[Place]:
     """Yield each variable, attribute, entry or closure cell of the script that holds a tensor or an array.
 
-    The search begins at the script's variables and follows what they hold.
+    Yield also the counters of wrappers (see the module). The search begins at the script's variables and follows what
+    they hold.
 
     Args:
         variables: the script's variables by name.
         known: ids of objects that are not searched, because they are part of the state.
+        trained: ids of the trained models and their optimizers. An object that holds one of them is no wrapper of
+            state but the script's loop, and its numbers do not count.
     """
     seen: set[int] = set(known)
+    wraps: dict[int, bool] = {}  # by id of the object with the attribute
     roots = (Place(name, (), None, name, value) for name, value in variables.items())
     ahead: deque[Iterator[Place]] = deque([roots])
     for _ in range(VALUES_MAX):
@@ -70,9 +79,25 @@ def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterat
         for place in ahead.popleft():
             if _is(place.value, *_ARRAYS):
                 yield place
+            elif type(place.value) is int:
+                holder = id(place.container)
+                if holder not in wraps:
+                    wraps[holder] = _wraps(place.container, known, trained)
+                if wraps[holder]:
+                    yield place
             elif not _is_end(place.value) and id(place.value) not in seen:
                 seen.add(id(place.value))
                 ahead.append(_children(place))
+
+
+def _wraps(holder: object, known: Collection[int], trained: Collection[int]) -> bool:
+    """Return True if an object holds a known object in an attribute, and nothing that is trained."""
+    if holder is None or _is(holder, *_CONTAINERS):
+        return False
+    own = _attributes(holder)
+    modules: Any = own.get("_modules")
+    held = {id(each) for each in (*own.values(), *(dict.values(modules) if _is(modules, dict) else ()))}
+    return not held.isdisjoint(known) and held.isdisjoint(trained)
 
 
 def _is(value: object, *kinds: type) -> bool:
@@ -126,7 +151,7 @@ def _entries(value: Any) -> list[tuple[object, Any]] | None:
 
     A long container whose first value is no tensor or array holds data of the script: the result is an empty list.
     """
-    kind: Any = next((kind for kind in (dict, list, tuple, deque) if _is(value, kind)), None)
+    kind: Any = next((kind for kind in _CONTAINERS if _is(value, kind)), None)
     if kind is None:
         return None
     values = dict.values(value) if kind is dict else kind.__iter__(value)

@@ -7,6 +7,10 @@ when a later step begins, and one of two conditions holds:
 1. a module that is not part of the session has registered them (``AveragedModel``, a loss with a center), or
 2. they have the shapes of weights of a model: weights with at least half of the model's trained elements.
 
+A counter counts as well, if it is an attribute of an object that holds state of the session in another attribute
+(YOLO's ``ModelEMA``: ``ema`` is a module, ``updates`` decides on its decay). A counter that equals a number in the
+session's state is a copy of that number.
+
 Two kinds of change count. The tensor itself was written. Or a container that existed before the first step holds
 another tensor under the same key (``shadow[name] = decay * shadow[name] + ...``). A list that each step makes again is
 no such container. A sample of the elements is compared. Tensors are found again by weak references, so none is kept
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +36,7 @@ from holdfast.frameworks.torch.steps.script_tensors import Place, places_in
 from holdfast.text import plural
 
 SAMPLE = 256
+_SHARED = (type(None), int, float, complex, str, bytes, tuple)
 _Slot = tuple[int, object]  # id of the container, and the key
 
 
@@ -46,13 +51,17 @@ class UndeclaredTensors:
     Args:
         state: state of the session.
         model: the model, or the models by name.
+
+    Attributes:
+        counters: the counters that have changed between the last two calls of :meth:`changed`.
     """
 
     def __init__(self, state: TorchState, model: Models) -> None:
         self._state = state
         self._model = model
+        self.counters: Sequence[str] = ()
         self._seen: dict[int, _Seen] = {}
-        # Digests by slot, for slots that existed at the first call of ``changed``; None: before that call.
+        # Digests or counters by slot, for slots that existed at the first call of ``changed``; None: before that call.
         self._slots: dict[_Slot, int] | None = None
 
     def changed(self, variables: Mapping[str, object]) -> list[str]:
@@ -66,14 +75,22 @@ class UndeclaredTensors:
         seen: dict[int, _Seen] = {}
         slots: dict[_Slot, int] = {}
         changed: dict[int, Place] = {}
-        for place in places_in(variables, self._known_objects()):
+        counters: list[str] = []
+        numbers = set(_ints_in(self._state.extras))
+        for place in places_in(variables, self._known_objects(), self._trained_objects()):
             value = place.value
+            slot = (id(place.container), place.key)
+            if isinstance(value, int):
+                if self._slots is not None and self._slots.get(slot, value) != value and value not in numbers:
+                    counters.append(place.path)
+                if self._slots is None or slot in self._slots:
+                    slots[slot] = value
+                continue
             fits = bool(place.modules) or any(_shape(value) in shapes for shapes in weights)
             if id(value) in seen or not fits or not _is_plain(value) or _memory(value) in known:
                 continue
             sample = _sample(value)
             before = self._seen.get(id(value))
-            slot = (id(place.container), place.key)
             if before is not None and before.ref() is value:
                 moved = before.sample != sample
             else:
@@ -84,12 +101,18 @@ class UndeclaredTensors:
             if place.container is not None and (self._slots is None or slot in self._slots):
                 slots[slot] = sample
         self._seen, self._slots = seen, slots
+        self.counters = counters
         return _in_words(list(changed.values()), weights)
+
+    def _trained_objects(self) -> set[int]:
+        models = [module for _, model in modules_of(self._model) for module in model.modules()]
+        return {id(each) for each in (*models, *(held.optimizer for held in self._state.optimizers.values()))}
 
     def _known_objects(self) -> set[int]:
         extras = self._state.extras
         declared = [*extras.values(), *self._state.schedulers.values(), extras, self._state.scaler]
-        return {id(each) for each in declared}
+        # Python has one object for all equal small values, so other objects of the script hold the same ones.
+        return {id(each) for each in declared if not isinstance(each, _SHARED)}
 
     def _known_memory(self) -> Iterator[int]:
         state = self._state
@@ -124,6 +147,15 @@ def _in_words(changed: list[Place], weights: Iterable[Counter[torch.Size]]) -> l
             found.append(f"{copies[0].path}{more}")
             break
     return found
+
+
+def _ints_in(value: object) -> Iterator[int]:
+    """Yield the ints in nested dicts, lists and tuples."""
+    if type(value) is int:
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _ints_in(item)
 
 
 def _shapes(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Size]:
