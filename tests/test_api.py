@@ -47,6 +47,7 @@ PUBLIC = [
     "StoreError",
     "StoreUnreachable",
     "StoreWriteError",
+    "UnmatchedCollectiveError",
     "UnsupportedError",
     "UsageError",
     "UserError",

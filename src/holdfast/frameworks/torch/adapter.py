@@ -184,11 +184,9 @@ class TorchAdapter:
         self._fabric.on_collective(on_collective, hooks.waited)
         private_api.callback_handler.register_start_callback(self._compile_begins)
         private_api.callback_handler.register_end_callback(self._compile_ends)
-        # The script may compile optimizer.step(): torch.compile must call these hooks without tracing into them.
-        untraced: Callable[[Any], Any] = torch.compiler.disable
         self._handles = [
-            register_optimizer_step_pre_hook(untraced(self._before_update)),
-            register_optimizer_step_post_hook(untraced(self._after_update)),
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
             *(
                 passed_through(module).register_forward_hook(partial(self._watch_output, number))
                 for number, (_, module) in enumerate(modules_of(self._model))
@@ -246,6 +244,7 @@ class TorchAdapter:
                     self.world_size,
                 )
 
+    @private_api.untraced  # the script may compile optimizer.step()
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Vote before the optimizer steps.
 
@@ -284,6 +283,7 @@ class TorchAdapter:
         if self._hooks is not None:
             self._hooks.update(name)
 
+    @private_api.untraced
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         name = self._names.get(id(optimizer))
         if name is not None and self._hooks is not None and not self.updates.alone:

@@ -16,7 +16,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from holdfast.errors import UnsupportedError
 from holdfast.frameworks.torch.private_names import SCALER_TENSORS, SCHEDULES, SHARD, STAGE, USES
 from holdfast.frameworks.torch.probing import Feature, Use, probe
 from holdfast.runtime.node.torch_build import Version, version_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 __all__ = [
     "SCALER_TENSORS",
@@ -358,6 +360,12 @@ def nonfinite_flag(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- autograd and compilation
+
+
+def untraced(function: Function) -> Function:
+    """Return ``function`` in a form that ``torch.compile`` calls without tracing into it."""
+    made: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return made
 
 
 def in_backward() -> bool:

@@ -578,9 +578,8 @@ COLLECTIVES = (
 
 
 def _finish_methods() -> None:
-    disable: Callable[[Any], Any] = torch.compiler.disable
     for name in COLLECTIVES:
-        setattr(ReconfigurableGroup, name, disable(getattr(ReconfigurableGroup, name)))
+        setattr(ReconfigurableGroup, name, private_api.untraced(getattr(ReconfigurableGroup, name)))
     private_api.give_old_names(ReconfigurableGroup)
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import UnsupportedError
+from holdfast.frameworks.torch import private_api
 
 
 class ElasticAccumulation:
@@ -48,9 +49,7 @@ class ElasticAccumulation:
         """Begin the block of part ``part`` (from 0) of ``parts``; add the gradients of the previous part to the sum."""
         if self._original is None:
             self._original = torch.autograd.backward
-            # A script that compiles its whole step calls it there: torch.compile must not trace into it.
-            untraced: Callable[[Any], Any] = torch.compiler.disable
-            torch.autograd.backward = untraced(self._backward)
+            torch.autograd.backward = self._backward
         if part == 0:
             self._sums = {}
         for name, gradient in self._last.items() if part else ():
@@ -83,6 +82,7 @@ class ElasticAccumulation:
             torch.autograd.backward = self._original
             self._original = None
 
+    @private_api.untraced  # the script may compile its whole step
     def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         assert self._original is not None
         if not self._active:
