@@ -258,10 +258,8 @@ class StepRunner:
         self._went_back = False  # the open block has made a backward pass
         self._left = ""  # the exception by which the script left a block, in words
         self._empty = EmptyBlocks()
-        self._idle = (
-            -1,
-            0,
-        )  # step and block index of the newest rehearsal without a backward pass and an update
+        # Step and block index of the newest rehearsal without a backward pass and an update.
+        self._idle = (-1, 0)
 
     @property
     def current(self) -> Step | None:
