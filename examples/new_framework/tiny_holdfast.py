@@ -11,7 +11,7 @@ from tiny import Array, Momentum, Table
 
 from holdfast.core.ids import Generation
 from holdfast.errors import CheckpointMismatch, UnsupportedError, UsageError
-from holdfast.frameworks.common.adapter import DataIdentity, Hooks
+from holdfast.frameworks.common.adapter import DataIdentity, Hooks, OnCollective
 from holdfast.frameworks.common.numpy_state import NumpyState, metas_to_fill
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.frameworks.common.tcp_group_adapter import TcpGroupAdapter
@@ -228,9 +228,7 @@ class TinyAdapter(TcpGroupAdapter[TinyState]):
 
     # ---- groups (GroupAdapter)
 
-    def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str, bool], None]
-    ) -> None:
+    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
         """Let the optimizer average over the job, and ask for the vote before it changes weights."""
         super().attach(hooks, on_fault, on_collective)
         optimizer = self._optimizer

@@ -10,8 +10,8 @@ import pytest
 from holdfast.core.config import Config
 from holdfast.core.decide.ladder import judge
 from holdfast.core.decide.stop_policy import Answered, Failure, Situation
-from holdfast.core.decide.unmatched_collectives import RankSeen, unmatched
-from holdfast.core.ids import Generation
+from holdfast.core.decide.unmatched_collectives import IN_BLOCK, RankSeen, unmatched
+from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import OutsideCollective, OutsideCollectives, RankState
 
 NOW = Generation(1, 4)
@@ -26,7 +26,8 @@ def seen(
     outside = OutsideCollectives(
         **{"generation": NOW, "step": step, "made": made, "first": (COLLECTIVE,), **more}
     )
-    return RankSeen(rank, born, state, step, outside if made else None)
+    member_id = MemberId(rank + born)  # the first start has ids from 1 on
+    return RankSeen(rank, member_id, state in IN_BLOCK, step, outside if made else None)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,10 @@ def test_a_higher_count_than_the_final_one_of_another_rank(
         [seen(0), seen(1, "ready", 1)],  # both have the same variables
         [seen(0, step=8), seen(1, "ready", 1, born=9)],
         [seen(0), seen(1, "ready", 1, born=9, generation=Generation(1, 3))],  # before the last recovery
-        [seen(0), RankSeen(1, 9, "ready", 7, seen(1, made=1, step=6).outside)],  # it has made none since
+        [
+            seen(0),
+            seen(1, "ready", born=9)._replace(outside=seen(1, made=1, step=6).outside),
+        ],  # it has made none since
     ],
 )
 def test_no_proof(ranks: list[RankSeen]) -> None:

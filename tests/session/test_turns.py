@@ -174,7 +174,7 @@ def test_an_exit_in_an_epoch_leaves_what_follows_to_the_next_start(tmp_path: Pat
 def test_a_smaller_number_of_epochs_than_before_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, told: bool
 ) -> None:
-    """A script that subtracts the epochs of its own checkpoint would end the job early without a word."""
+    """Regression: after a resume, a smaller number of epochs ended the job early, and no message said so."""
     script = Script()
     with pytest.raises(SystemExit), script.session(tmp_path) as s:
         for _ in s.epochs(3):

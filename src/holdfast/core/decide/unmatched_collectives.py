@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from holdfast.core.decide.stop_policy import UNMATCHED, Failure
-from holdfast.core.ids import Generation
-from holdfast.core.protocol.messages import OutsideCollectives, RankState
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.protocol.messages import OutsideCollectives, RankState, made_in
 from holdfast.errors import UnmatchedCollectiveError
 
 IN_BLOCK: frozenset[RankState] = frozenset({"compute", "voting", "aborted", "in_doubt", "updating", "torn"})
@@ -31,16 +31,21 @@ HINT = (
 
 
 class RankSeen(NamedTuple):
-    """The state of one rank after a fault.
-
-    ``born`` is equal for ranks whose processes have started together, and greater for later ones.
-    """
+    """The state of one rank after a fault. ``begun``: it has begun the block of ``step``, so its count is final."""
 
     rank: int
-    born: int
-    state: RankState
+    member_id: MemberId
+    begun: bool
     step: int
     outside: OutsideCollectives | None
+
+    @property
+    def born(self) -> int:
+        """A number that is equal for ranks whose processes have started together, and greater for later ones.
+
+        The members of one start have ids in the order of their ranks.
+        """
+        return self.member_id - self.rank
 
 
 class _Count(NamedTuple):
@@ -55,20 +60,14 @@ def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | No
         generation: the generation in which the ranks have run until the fault.
         ranks: the state of each rank.
     """
-    counts = [_Count(_made(generation, seen), seen) for seen in ranks]
-    final = [count for count in counts if count.seen.state in IN_BLOCK]
+    counts = [_Count(made_in(generation, seen.step, seen.outside), seen) for seen in ranks]
+    final = [count for count in counts if count.seen.begun]
     for least in _least(final):
         for other in counts:
             seen = other.seen
             if seen.step == least.seen.step and seen.born != least.seen.born and other.made > least.made:
                 return _failure(generation, other.seen, least.seen, least.made)
     return None
-
-
-def _made(generation: Generation, seen: RankSeen) -> int:
-    outside = seen.outside
-    known = outside is not None and (outside.generation, outside.step) == (generation, seen.step)
-    return outside.made if outside is not None and known else 0
 
 
 def _least(final: list[_Count]) -> list[_Count]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.core.decide.decision import Decision, RankReport, decide
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.decide.stop_policy import Failure, Situation
-from holdfast.core.decide.unmatched_collectives import RankSeen, unmatched
+from holdfast.core.decide.unmatched_collectives import IN_BLOCK, RankSeen, unmatched
 from holdfast.core.ids import MemberId
 from holdfast.core.job.fault import Fault, FaultKind
 from holdfast.core.job.job_state import Job
@@ -160,10 +160,8 @@ class Survey:
         for member in self.job.roster.members:
             answer = answers.get(member.rank) if member.alive else member.exited
             if answer is not None and answer.member_id == member.member_id:
-                born = (
-                    member.member_id - member.rank
-                )  # the members of one start have ids in the order of their ranks
-                found.append(RankSeen(member.rank, born, answer.state, answer.step, answer.outside))
+                begun = answer.state in IN_BLOCK
+                found.append(RankSeen(member.rank, member.member_id, begun, answer.step, answer.outside))
         return unmatched(self.job.roster.generation, found)
 
     def needs(self, ranks: set[int], answers: Mapping[int, Settled]) -> bool:

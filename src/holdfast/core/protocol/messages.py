@@ -128,6 +128,13 @@ class OutsideCollectives(msgspec.Struct, frozen=True, kw_only=True):
     first: tuple[OutsideCollective, ...]  # at most ``OUTSIDE_TOLD_MAX``
 
 
+def made_in(generation: Generation, step: int, outside: OutsideCollectives | None) -> int:
+    """Return the number of these collectives before the block of ``step``; 0 if ``outside`` is of another moment."""
+    if outside is None or (outside.generation, outside.step) != (generation, step):
+        return 0
+    return outside.made
+
+
 class Settled(Message, frozen=True):
     """Answer to :class:`Fence`: this rank will not change its state before it receives a :class:`Settle`."""
 

@@ -148,13 +148,8 @@ def _by_count(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     generations = [e.outside.generation for e in seen if e.outside is not None]
     if not generations:
         return None
-    found = unmatched(
-        max(generations),
-        [
-            RankSeen(e.rank, e.member_id - e.rank, "compute" if _place(e)[1] else "ready", e.step, e.outside)
-            for e in seen
-        ],
-    )
+    ranks = (RankSeen(e.rank, e.member_id, PLACE.get(e.phase, 0) > 0, e.step, e.outside) for e in seen)
+    found = unmatched(max(generations), ranks)
     if found is None:
         return None
     reason = found.what.partition("\n")[0]

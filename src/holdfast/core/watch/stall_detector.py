@@ -73,7 +73,7 @@ class PageReading(NamedTuple):
     section: str = ""  # name of its present section, or of the last section that ended
     compiling: bool = False
     outside: int = (
-        0  # collectives of all ranks that its script has made since its last block, outside of blocks
+        0  # collectives of all ranks that its script has made outside of blocks since its last block
     )
     due: bool = False  # it was ordered to continue in place, and its main thread has not reacted yet
     meets: bool = False  # it waits between two steps for an agreement of all ranks, which never takes long

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
 from holdfast.frame_encryption import direction
+from holdfast.frameworks.common.adapter import OnCollective
 from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BURST, ConnectionLimits
 from holdfast.runtime.net.stream_sockets import dial, is_local, listen, tune
@@ -108,7 +109,7 @@ class TcpGroup:
         self.reason = ""
         self.refused = 0
         self.on_fault: Callable[[str], None] = _ignore
-        self.on_collective: Callable[[int, str, bool], None] = _ignore_count
+        self.on_collective: OnCollective = _ignore_count
         self._client = client
         self._at = at
         self._encrypts = encrypts

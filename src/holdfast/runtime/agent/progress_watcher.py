@@ -31,7 +31,7 @@ from holdfast.core.protocol.health_messages import (
     StepTime,
     StepTimes,
 )
-from holdfast.core.protocol.messages import KillMember
+from holdfast.core.protocol.messages import KillMember, made_in
 from holdfast.core.protocol.status_page import PageFlag, Phase, Word
 from holdfast.core.watch.activity import Activity, WorkerSeen
 from holdfast.core.watch.hang_attribution import STOPPED
@@ -376,8 +376,6 @@ def recall(path: Path) -> Learned:
 def read(page: Page) -> PageReading:
     """Return the values of a status page from which progress is judged."""
     step, phase = page.state()
-    outside = page.outside()
-    known = outside is not None and (outside.generation.pack(), outside.step) == (page[Word.GENERATION], step)
     flags = page[Word.FLAGS]
     return PageReading(
         member_id=MemberId(page[Word.MEMBER]),
@@ -391,7 +389,7 @@ def read(page: Page) -> PageReading:
         collectives=page[Word.COLLECTIVES],
         waits=phase is Phase.STARTING and page.flight.waits(),
         compiling=bool(flags & PageFlag.COMPILING),
-        outside=outside.made if outside is not None and known else 0,
+        outside=made_in(Generation.unpack(page[Word.GENERATION]), step, page.outside()),
         due=bool(page[Word.DUE]) and phase in ON_THE_WAY,
         meets=bool(flags & PageFlag.MEETS),
         left=bool(flags & PageFlag.LEFT),

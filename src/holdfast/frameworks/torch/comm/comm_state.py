@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, StepError
-from holdfast.frameworks.common.adapter import Aborted, Unsevered
+from holdfast.frameworks.common.adapter import Aborted, OnCollective, Unsevered
 from holdfast.frameworks.torch.comm.nccl_abort import Abort, Abortable
 from holdfast.runtime.node.flight_recorder import Flight
 from holdfast.runtime.node.shm_allreduce import SharedMemoryAllReduce
@@ -205,7 +205,7 @@ class CommState:
         self._board: SharedMemoryAllReduce | None = None
         self._boarded = False  # True once ``board`` has looked for a board in this generation
         self._on_poison: list[Callable[[str], None]] = []
-        self._on_collective: Callable[[int, str, bool], None] | None = None
+        self._on_collective: OnCollective | None = None
         self._on_wait: Callable[[int, int], None] | None = None
         self._waited = WaitTime()
         self._local = threading.local()
@@ -260,9 +260,7 @@ class CommState:
         self._on_poison.append(callback)
 
     def on_collective(
-        self,
-        callback: Callable[[int, str, bool], None] | None,
-        on_wait: Callable[[int, int], None] | None = None,
+        self, callback: OnCollective | None, on_wait: Callable[[int, int], None] | None = None
     ) -> None:
         """Call ``callback(count, what, joint)`` at the start of every collective; None removes the callback.
 
