@@ -8,7 +8,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 VENV ?= .venv
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# Modules are compiled when they are first imported: most of them never are.
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
@@ -33,8 +34,8 @@ venv: $(STAMP)  ## make .venv (nothing to do when pyproject.toml did not change)
 
 $(STAMP):
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(TORCH_ARGS) '$(TORCH)'
-	$(PIP) install --quiet -e '.[dev]'
+	$(VENV)/bin/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH_ARGS) '$(TORCH)'
+	$(PIP) -e '.[dev]'
 	rm -f $(VENV)/.installed-*
 	touch $@
 

@@ -17,7 +17,7 @@ from typing import Any
 from holdfast import event_log
 from holdfast.event_log import Event
 
-BOUND_S = 100.0
+BOUND_S = 300.0
 
 
 def until(what: str, condition: Callable[[], Any], bound_s: float = BOUND_S) -> Any:

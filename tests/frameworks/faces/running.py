@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 RANKS = 4
-BOUND_S = 110.0
+BOUND_S = 300.0
 
 
 def run(
