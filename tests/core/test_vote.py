@@ -85,3 +85,26 @@ def test_digests_of_different_plans_are_not_compared() -> None:
 def test_a_broken_collective_is_told_before_a_difference() -> None:
     found = tally(Ballot(step=5, plan=9, digest=1), Ballot(step=5, plan=9, digest=1, unsound=True))
     assert not found.passed and not found.differ
+
+
+def test_a_replacement_that_is_about_to_make_another_update_is_refused() -> None:
+    votes = [Ballot(step=5, updates=7), Ballot(step=5, updates=8, replaces=True), Ballot(step=5, updates=7)]
+    found = tally(*votes)
+    assert found.diverged and not found.passed and "a replacement makes other updates" in found.reason
+
+
+def test_ranks_with_different_updates_pass_without_a_replacement_or_after_such_a_vote() -> None:
+    assert tally(Ballot(step=5, updates=7), Ballot(step=5, updates=8)) == Tally(passed=True, uneven=True)
+    votes = [Ballot(step=5, updates=7, uneven=True), Ballot(step=5, updates=8, replaces=True)]
+    assert tally(*votes) == Tally(passed=True, uneven=True)
+    assert tally(Ballot(step=5, updates=7), Ballot(step=5, updates=7, replaces=True)) == Tally(passed=True)
+
+
+def test_an_update_after_the_vote_of_the_step_before_is_told_although_this_vote_passes() -> None:
+    votes = [Ballot(step=5, updates=7, earlier=3), Ballot(step=5, updates=8, earlier=4, replaces=True)]
+    assert tally(*votes) == Tally(passed=True, uneven=True, diverged_earlier=True)
+
+
+def test_updates_are_compared_among_the_ranks_that_give_a_number() -> None:
+    votes = [Ballot(step=5, updates=7), Ballot(step=5, replaces=True), Ballot(step=5, updates=7, earlier=3)]
+    assert tally(*votes) == Tally(passed=True)

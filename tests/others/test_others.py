@@ -120,6 +120,34 @@ def test_a_counter_that_replacements_do_not_have_ends_the_run_by_name(
     )
 
 
+@pytest.mark.parametrize(
+    ("place", "step", "steps"),
+    [
+        ("behind", 5, "'fast' (lr 0.05), 'slow' (lr 0.05)"),
+        ("before", 5, "'slow' (lr 0.05)"),
+        ("rate", 4, "'fast' (lr 0.02)"),
+    ],
+)
+def test_a_variable_that_decides_about_an_update_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, step: int, steps: str
+) -> None:
+    """One rank updates its shards and its peer does not, or it uses another learning rate.
+
+    An update behind the vote is found at the next vote, and its state is not saved.
+    """
+    output, ended = run(
+        tmp_path, "naive", "delayed", monkeypatch, code=Exit.BAD_INPUT, KILL="1:4", PLACE=place
+    )
+    assert not ended
+    assert re.search(r"holdfast: the updates depend on waited \(delayed.py:\d+\), and a process that", output)
+    said = (
+        f"step {step}: this rank steps {steps}, and not all ranks do the same. The cause: another process has"
+    )
+    assert f"StepError: {said}" in output and "; the updates depend on waited" in output, output
+    assert (f"saved step {step} (last-gasp)" in output) == (place != "behind"), output
+    assert ("steps are not kept" in output) == (place == "behind"), output
+
+
 def changed_lines(name: str) -> int:
     """Return how many lines of the adapted script differ from the plain one, without regard to indentation."""
 

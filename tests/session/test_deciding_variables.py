@@ -1,4 +1,4 @@
-"""The variables that decide whether a script makes a collective, found in its source."""
+"""The variables that decide about a collective or an update of a script, found in its source."""
 
 from __future__ import annotations
 
@@ -38,6 +38,35 @@ def test_names_that_a_step_takes_over_from_the_step_before(tmp_path: Path, after
     (file := tmp_path / "train.py").write_text(text)
     line = next(n for n, code in enumerate(text.splitlines(), 1) if "reduce()" in code)
     assert deciding_variables(((str(file), line),)) == AFTER[after]
+
+
+UPDATES: dict[str, tuple[str, ...]] = {
+    "if step.number - last >= 3:\n    optimizer.step()\n    last = step.number": ("last",),
+    "for g in optimizer.param_groups:\n    g['lr'] = rate(it)\noptimizer.step()\nit += 1": ("it",),
+    "adjust_learning_rate(optimizer, it)\noptimizer.step()\nit += 1": ("it",),
+    "lr_scheduler.step(it)\noptimizer.step()\nit += 1": ("it",),
+    "if it == 9:\n    optimizer.param_groups[0]['lr'] *= 0.1\noptimizer.step()\nit += 1": ("it",),
+    "weight = min(1, it / 9)\nloss = weight * model(batch)\nloss.backward()\noptimizer.step()\nit += 1": (
+        "it",
+    ),
+    "scaler.scale(model(batch, it)).backward()\nscaler.step(optimizer)\nit += 1": ("it",),
+    "accelerator.backward(model(batch) / it)\noptimizer.step()\nit += 1": ("it",),
+    "it = step.number\nmodel(batch, it).backward()\noptimizer.step()": (),
+    "loss = model(batch)\nloss.backward()\noptimizer.step()\nmean = 0.9 * mean + 0.1 * loss.item()": (),
+    "scheduler.step()\noptimizer.step()\nseen += len(batch)": (),
+}
+
+
+@pytest.mark.parametrize("code", UPDATES)
+def test_names_on_which_an_update_depends(tmp_path: Path, code: str) -> None:
+    text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
+    (file := tmp_path / "train.py").write_text(text)
+    line = next(
+        n
+        for n, code in enumerate(text.splitlines(), 1)
+        if "optimizer.step()" in code or "scaler.step" in code
+    )
+    assert deciding_variables(((str(file), line),), update=True) == UPDATES[code]
 
 
 def test_a_method_that_counts_its_calls(tmp_path: Path) -> None:

@@ -9,12 +9,16 @@ factor. The factors of all holders of one copy add up to zero (``store/layouts/r
 zero modulo 2**64 if all copies are equal. If copies differ, the word is zero with a probability of only 2**-64. The
 word counts only if the digests of all ranks cover the same data (``Ballot.plan``).
 
+The updates of a step are compared like the steps, as a number and its square, among the ranks that give a number. Ranks
+may differ by design. So a difference is an error only in a job with a replacement, if no rank has seen a difference
+before (``session/steps/equal_updates.py``). An optimizer that steps after the vote is compared in the next vote.
+
 Invariants:
 1. ``passed`` implies that every rank of the group contributed once, reported sound collectives, and was at the same
    step.
 2. No sum that is compared can overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits. The
    word of the digests wraps on purpose.
-3. A vote that finds copies unequal has not passed.
+3. A vote that finds copies unequal, or a replacement that is about to make other updates, has not passed.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ WORLD_SIZE_MAX = 1 << 22
 DIGEST_MODULUS = 1 << 64
 FIELDS = (
     *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved", "hold"),
-    *("step", "step_squared", "plan", "plan_squared", "digest"),
+    *("replaces", "uneven", "step", "step_squared"),
+    *("updating", "updates", "updates_squared", "updated_earlier", "earlier", "earlier_squared"),
+    *("plan", "plan_squared", "digest"),
 )
 VECTOR_LENGTH = len(FIELDS)
 
@@ -48,6 +54,12 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     keep: bool = False  # it can afford to keep its state in memory after this step
     moved: bool = False  # its layout differs from the published one, or not all layouts were published
     hold: bool = False  # requests that all ranks stop after this step, for a change of seats
+    replaces: bool = False  # its process has replaced a lost one
+    uneven: bool = False  # it has seen a passed vote in which the ranks made different updates
+    updates: int = (
+        0  # identifies the optimizers that step before or directly after the vote, below STEP_MODULUS
+    )
+    earlier: int = 0  # identifies those that stepped in the step before, below STEP_MODULUS; 0: not compared
     plan: int = 0  # identifies the data that ``digest`` covers, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # sum of the digests of its copies times its factors, any integer
     between: bool = False  # this vote is between the last step and ``step``, not the vote of a step
@@ -57,11 +69,13 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
         residue = (2 * self.step + self.between) % STEP_MODULUS
         flags = (
             *(self.unsound, self.exit, self.save, self.due, self.busy),
-            *(self.nonfinite, self.keep, self.moved, self.hold),
+            *(self.nonfinite, self.keep, self.moved, self.hold, self.replaces, self.uneven),
         )
         digest = (self.digest + DIGEST_MODULUS // 2) % DIGEST_MODULUS - DIGEST_MODULUS // 2
         return [
             *(1, *(int(flag) for flag in flags), residue, residue * residue),
+            *(int(self.updates > 0), self.updates, self.updates * self.updates),
+            *(int(self.earlier > 0), self.earlier, self.earlier * self.earlier),
             *(self.plan, self.plan * self.plan, digest),
         ]
 
@@ -97,6 +111,10 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     hold: bool = False  # all ranks stop after this step
     compared: bool = False  # all ranks compared their copies, and all are equal
     differ: bool = False  # copies of the state differ between ranks; then ``passed`` is False
+    uneven: bool = False  # the ranks make different updates in this step, or made them in the step before
+    diverged: bool = False  # they do so in this step because of a replacement; then ``passed`` is False
+    # They did so in the step before because of a replacement, so the state of that step is wrong.
+    diverged_earlier: bool = False
     reason: str = ""
 
     @staticmethod
@@ -109,7 +127,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         if len(vector) != VECTOR_LENGTH:
             raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
         count, unsound, leave, save, due, busy, nonfinite, keep, moved, hold = vector[:10]
-        total, squares, plan, plans_squared, digest = vector[10:]
+        replaces, unevens, total, squares = vector[10:14]
+        plan, plans_squared, digest = vector[20:]
         if count != world_size:
             return Tally(passed=False, reason=f"{count} of {plural(world_size, 'rank')} voted")
         if unsound != 0:
@@ -121,6 +140,11 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         compared = plan > 0 and all_equal(world_size, plan, plans_squared)
         if compared and digest % DIGEST_MODULUS != 0:
             return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
+        differs_now, differed = not all_equal(*vector[14:17]), not all_equal(*vector[17:20])
+        replaced = replaces > 0 and unevens == 0
+        if differs_now and replaced and not differed:
+            reason = "a replacement makes other updates than the other ranks"
+            return Tally(passed=False, uneven=True, diverged=True, reason=reason)
         return Tally(
             passed=True,
             exit=leave > 0,
@@ -132,4 +156,6 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             moved=moved > 0,
             hold=hold > 0,
             compared=compared,
+            uneven=differs_now or differed,
+            diverged_earlier=differed and replaced,
         )

@@ -215,6 +215,20 @@ class SeesGradients(Protocol):
 
 
 @runtime_checkable
+class HasScheduledNumbers(Protocol):
+    """An adapter that can read the numbers of an optimizer that scripts and schedulers change during the training."""
+
+    def scheduled_numbers(self, optimizer: str) -> list[float]:
+        """Return learning rate and weight decay of all parameter groups; the first is a learning rate.
+
+        Numbers on a device are left out. Shape [N].
+
+        Args:
+            optimizer: name of an optimizer of the session.
+        """
+
+
+@runtime_checkable
 class ProvesBlocks(Protocol):
     """An adapter that can run a block without peers and without effect, and digest the block's results."""
 

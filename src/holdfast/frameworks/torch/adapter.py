@@ -33,6 +33,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     named_optimizers,
     parameters_of,
     refuse_searching,
+    scheduled_numbers,
 )
 from holdfast.frameworks.torch.state.parameter_names import (
     Models,
@@ -289,6 +290,10 @@ class TorchAdapter:
         if name is not None and self._hooks is not None and not self.updates.alone:
             self.updates.made()
             self._hooks.updated(name)
+
+    def scheduled_numbers(self, optimizer: str) -> list[float]:
+        """Return learning rate and weight decay of all parameter groups of an optimizer; shape [N]."""
+        return scheduled_numbers(self.state.optimizers[optimizer].optimizer)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""

@@ -1,9 +1,10 @@
-"""The variables of a script that may decide whether it makes a collective: a search in its source.
+"""The variables of a script that may decide about a collective or an update: a search in its source.
 
-Theory. Code between two blocks makes a collective under conditions: an ``if`` around it, or an ``if`` before it that
-continues with the next step. A condition differs between ranks if it depends on a variable that each step takes over
-from the step before. In a replacement such a variable begins again. So the search starts at the names in the conditions
-and follows the assignments of the loop. It keeps the names that the loop reads before it writes them.
+Theory. A loop makes a collective or an update under conditions: an ``if`` around it, or an ``if`` before it that
+continues with the next step. An update also depends on the loss and on the learning rate. All this differs between
+ranks if it depends on a variable that each step takes over from the step before. In a replacement such a variable
+begins again. So the search starts at the names in these expressions and follows the assignments of the loop. It keeps
+the names that the loop reads before it writes them.
 
 The result is text for an error. Source that is not there, and conditions in other forms, give no names.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -25,6 +27,7 @@ _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.While
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
+_SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 
 
 def places_in_script() -> Places:
@@ -47,29 +50,67 @@ def described(places: Places) -> str:
 
 
 @cache
-def deciding_variables(places: Places) -> tuple[str, ...]:
-    """Return the names of variables that may decide whether the code at ``places`` runs, the outermost place first."""
-    names = (name for file, line in reversed(places) for name in _of_place(file, line))
+def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ...]:
+    """Return the names of variables that may decide whether the code at ``places`` runs, the outermost place first.
+
+    Args:
+        update: the innermost place is an update: also find what may decide about the loss and the learning rate.
+    """
+    names = (name for file, line in reversed(places) for name in _of_place(file, line, update=update))
     return tuple(dict.fromkeys(names))[:VARIABLES_MAX]
 
 
-def _of_place(file: str, line: int) -> Iterator[str]:
+def _of_place(file: str, line: int, *, update: bool) -> Iterator[str]:
     scope, *inner = _inside_scope(file, line)
     loops = _loops_around(file, line)
     for block in loops or [scope]:
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
         conditions += _skips(block, line)
-        wanted = {name for test in conditions for name, _ in _uses(test)}
-        uses = list(_uses(block))
-        for assigned in _assignments(block, wanted):
-            wanted |= {name for name, _ in _uses(assigned)}
-        written = {name for name, stores in uses if stores}
-        first: dict[str, bool] = {}
-        for name, stores in uses:
-            first.setdefault(name, stores)
-        carried = [name for name, stores in first.items() if not stores and name in wanted & written]
+        carried = _carried(block, _names_in([*conditions, *(_sources(block) if update else ())]))
         # Local variables of a function without a loop do not outlive its call.
         yield from carried if loops else (name for name in carried if "." in name)
+
+
+def _sources(block: ast.AST) -> Iterator[ast.AST]:
+    """Yield the expressions on which the losses and learning rates in ``block`` depend."""
+    for node in ast.walk(block):
+        if isinstance(node, ast.If) and any(map(_values, ast.walk(node))):
+            yield node.test
+        yield from _values(node)
+
+
+def _values(node: ast.AST) -> list[ast.expr]:
+    """Return the expressions from which one statement sets a learning rate or computes gradients; empty: none of them.
+
+    A learning rate is set by ``group["lr"] = ...``, or by a call of a function whose name begins with ``lr``,
+    ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
+    """
+    match node:
+        case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value="lr"))], value=value):
+            return [value]
+        case ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value="lr")), value=value):
+            return [value]
+        case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
+            return [loss, *arguments]
+        case ast.Expr(value=ast.Call() as call) if _SETS_RATES.search(ast.unparse(call.func)):
+            return [*call.args, *(keyword.value for keyword in call.keywords)]
+    return []
+
+
+def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    return {name for node in nodes for name, _ in _uses(node)}
+
+
+def _carried(block: ast.AST, wanted: set[str]) -> list[str]:
+    """Return the names on which ``wanted`` depends in ``block``, and which it reads before it writes them."""
+    uses = list(_uses(block))
+    for assigned in _assignments(block, wanted):
+        wanted |= _names_in([assigned])
+    written = {name for name, stores in uses if stores}
+    first: dict[str, bool] = {}
+    for name, stores in uses:
+        first.setdefault(name, stores)
+    return [name for name, stores in first.items() if not stores and name in wanted & written]
 
 
 @cache

@@ -24,6 +24,7 @@ from holdfast.frameworks.common.adapter import Aborted, Adapter, Hooks
 from holdfast.frameworks.common.optional_abilities import (
     Accumulates,
     CommunicatesInUpdates,
+    HasScheduledNumbers,
     ProvesBlocks,
     RunsWithoutPeers,
     SeesGradients,
@@ -32,6 +33,7 @@ from holdfast.frameworks.common.optional_abilities import (
 from holdfast.runtime.worker.script_frames import place_in_script
 from holdfast.session.steps.block_proof import Prover
 from holdfast.session.steps.empty_blocks import EmptyBlocks
+from holdfast.session.steps.equal_updates import EqualUpdates
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
@@ -87,6 +89,7 @@ class BlockAbilities(NamedTuple):
     accumulates: Accumulates | None
     parts: TakesParts | None
     sees: SeesGradients | None
+    scheduled: HasScheduledNumbers | None
     tentative: frozenset[str]
 
     @classmethod
@@ -97,6 +100,7 @@ class BlockAbilities(NamedTuple):
             adapter if isinstance(adapter, Accumulates) else None,
             adapter if isinstance(adapter, TakesParts) else None,
             adapter if isinstance(adapter, SeesGradients) else None,
+            adapter if isinstance(adapter, HasScheduledNumbers) else None,
             adapter.tentative if isinstance(adapter, CommunicatesInUpdates) else frozenset(),
         )
 
@@ -258,6 +262,7 @@ class StepRunner:
         self._went_back = False  # the open block has made a backward pass
         self._left = ""  # the exception by which the script left a block, in words
         self._empty = EmptyBlocks()
+        self._equal = EqualUpdates(adapter.rank, self._able.scheduled, scaled=adapter.scaled)
         # Step and block index of the newest rehearsal without a backward pass and an update.
         self._idle = (-1, 0)
 
@@ -310,6 +315,8 @@ class StepRunner:
                 f"{self._left} that the script caught", hint="catch it inside the block, or leave the loop"
             )
         joining = self._rank.joining
+        if joining:
+            self._equal.joins()
         self._prover.begin(step, joining=joining)
         alone = step.rehearsal or (joining and self._is_alone(step))
         if joining and not alone:
@@ -328,6 +335,7 @@ class StepRunner:
                 self._owner.rewound(step)
         self._rank.note_local(self._owner.entered(step.number), step.number)
         self._current, self._went_back = step, False
+        self._equal.opens()
         step.rehearsal = alone or (not joining and self._is_alone(step))
         if not step.rehearsal:
             if not self._meet(step):
@@ -378,6 +386,7 @@ class StepRunner:
                 f"optimizer {optimizer!r} steps outside of a step",
                 hint="for step in s.steps(...): with step: ... optimizer.step()",
             )
+        self._equal.steps(optimizer, step.tentative or "")
         if step.tentative is not None or optimizer in self._able.tentative:
             self._refuse_late(step, optimizer)
             step.note_tentative(optimizer)
@@ -450,6 +459,7 @@ class StepRunner:
         rank.enter(Phase.VOTE)
         nonfinite = step.nonfinite or (bool(optimizer) and self._finite.end())
         ballot = self._owner.ballot(step.number, unsound=adapter.poisoned, nonfinite=nonfinite)
+        ballot = self._equal.ballot(ballot)
         self._tally = Tally(passed=False)
         try:
             tally = self._finite.read(self._votes.cast(ballot))
@@ -461,6 +471,7 @@ class StepRunner:
             self._tally = tally
             if tally.differ:
                 self._owner.differ(step.number)
+            self._equal.read(tally, step.number)
         if state == "in_doubt" and not rank.await_decision():
             raise StepAborted("the step was not committed")
         if rank.state == "aborted" and not self._tally.nonfinite:
@@ -549,6 +560,7 @@ class StepRunner:
         self._rank.commit(self._owner.before_ready(self._tally))
         self._current = None
         step.committed = True
+        self._equal.committed()
         self._note_empty(step)
         self._owner.after_ready(step, self._tally)
 

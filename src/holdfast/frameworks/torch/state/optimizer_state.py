@@ -323,6 +323,17 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
+def scheduled_numbers(optimizer: Optimizer) -> list[float]:
+    """Return learning rate and weight decay of all parameter groups, in this order; shape [N].
+
+    Numbers in tensors are left out, because they may be on a device.
+    """
+    both = (
+        number for group in optimizer.param_groups for number in (group.get("lr"), group.get("weight_decay"))
+    )
+    return [number for number in both if isinstance(number, (float, int))]
+
+
 class OptimizerState:
     """The state of one optimizer, stored under the names of the optimizer's parameters."""
 

@@ -1,0 +1,114 @@
+"""The comparison of the updates that ranks make, after one of them was replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from holdfast.core.worker.vote import Ballot, Tally
+from holdfast.errors import StepError
+from holdfast.session.steps.equal_updates import EqualUpdates
+
+
+class Numbers:
+    """Scheduled numbers of optimizers, as given."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[float]] = {}
+
+    def scheduled_numbers(self, optimizer: str) -> list[float]:
+        """Return the numbers of one optimizer."""
+        return self.of[optimizer]
+
+
+class Rank:
+    """One rank, whose blocks step the given optimizers."""
+
+    def __init__(self, *, scaled: bool = False, replaces: bool = False) -> None:
+        self.numbers = Numbers()
+        self.checked = EqualUpdates(1, self.numbers, scaled=scaled)
+        if replaces:
+            self.checked.joins()
+
+    def block(self, step: int, updates: Mapping[str, float]) -> Ballot:
+        """Step optimizers with these learning rates in a block, and return the ballot."""
+        self.checked.opens()
+        for name, rate in updates.items():
+            self.numbers.of[name] = [rate]
+            self.checked.steps(name, "")
+        return self.checked.ballot(Ballot(step=step))
+
+    def behind(self, name: str) -> None:
+        """Step an optimizer after the vote."""
+        self.numbers.of[name] = [0.5]
+        self.checked.steps(name, "")
+
+
+def vote(step: int, ranks: list[Rank], *updates: Mapping[str, float]) -> Tally:
+    """Vote on one step, and let all ranks read the tally and commit."""
+    ballots = [rank.block(step, made).encode() for rank, made in zip(ranks, updates, strict=True)]
+    tally = Tally.read([sum(column) for column in zip(*ballots, strict=True)], len(ranks))
+    for rank in ranks:
+        rank.checked.read(tally, step)
+    commit(ranks)
+    return tally
+
+
+def commit(ranks: list[Rank]) -> None:
+    """Commit the step of the newest vote on all ranks."""
+    for rank in ranks:
+        rank.checked.committed()
+
+
+D, G = {"d": 0.1}, {"g": 0.1}
+
+
+@pytest.mark.parametrize("other", [{}, G, {"d": 0.2}, {**D, **G}])
+def test_a_replacement_with_another_update_is_refused(other: Mapping[str, float]) -> None:
+    ranks = [Rank(), Rank()]
+    vote(3, ranks, D, D)
+    ranks[1] = Rank(replaces=True)
+    vote(4, ranks, D, D)
+    with pytest.raises(
+        StepError, match=r"step 5: this rank steps 'd' \(lr 0.1\), and not all ranks do the same"
+    ):
+        vote(5, ranks, D, other)
+
+
+@pytest.mark.parametrize("when", [2, 4])
+def test_ranks_with_tasks_of_their_own_are_not_refused(when: int) -> None:
+    """They have differed before the replacement, or they differ without one."""
+    ranks = [Rank(), Rank()]
+    assert vote(when, ranks, D, G).uneven
+    ranks[1] = Rank(replaces=when == 2)
+    assert vote(5, ranks, D, {}).passed
+    assert vote(6, ranks, D, G).passed
+
+
+def test_an_update_behind_the_vote_is_refused_at_the_next_vote() -> None:
+    ranks = [Rank(), Rank(replaces=True)]
+    vote(4, ranks, D, D)
+    ranks[0].behind("g")
+    commit(ranks)
+    with pytest.raises(
+        StepError, match=r"step 4: this rank steps 'd'.*A checkpoint of step 5 would hold this"
+    ):
+        vote(5, ranks, D, D)
+
+
+def test_a_replacement_does_not_know_the_step_before_its_first_one() -> None:
+    ranks = [Rank(), Rank()]
+    vote(3, ranks, D, D)
+    ranks[0].behind("g")
+    ranks[1].behind("g")
+    commit(ranks)
+    ranks[1] = Rank(replaces=True)
+    assert vote(4, ranks, D, D) == Tally(passed=True)
+
+
+def test_an_update_that_a_scaler_leaves_out_is_not_compared() -> None:
+    ranks = [Rank(scaled=True), Rank(scaled=True, replaces=True)]
+    assert vote(3, ranks, D, {}) == Tally(passed=True)
+    with pytest.raises(StepError, match="steps 'd'"):
+        vote(4, ranks, D, {"d": 0.2})
