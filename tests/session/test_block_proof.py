@@ -187,20 +187,21 @@ def test_the_position_of_a_loader_of_the_script_is_named_before_times() -> None:
 
 
 def test_a_variable_that_counts_runs_of_blocks_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    script, calls, steps, clock, newest = Script(), 0, 0, 10**12, -9
+    script, calls, steps, clock, newest, index = Script(), 0, 0, 10**12, -9, 0
     with (
         caplog.at_level(logging.WARNING, "holdfast"),
         holdfast.session(model=script.net, optimizer=script.optimizer, verify_block=1) as s,
     ):
-        for step in s.steps(until=3):
+        for step in s.steps(until=4):
             with step:
                 calls += 1
                 clock += 1
+                index = step.number % 2  # no count: each run of the block sets it
                 script.pure()
             newest = step.number  # no count: a process that joins has the right number after its first block
             if step.committed:
                 steps += 1
-    assert (calls, steps, newest) == (6, 3, 2)
+    assert (calls, steps, newest, index) == (8, 4, 3, 1)
     (told,) = [line for line in caplog.messages if "not a count of steps" in line]
     assert "step 0: not a count of steps: calls. A block runs again" in told
 

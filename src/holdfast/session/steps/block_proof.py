@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
@@ -80,6 +80,8 @@ class Prover:
         self._found: Mapping[str, int] = {}  # digests at the start of the current run
         self._proofs: list[Proof | None] = []  # None: the run broke off
         self._variables: dict[int, _Variables] = {}  # at the start of each run, by its index
+        self._ends: dict[int, _Variables] = {}  # of the same frame at the end of each run
+        self._frame: FrameType | None = None  # of the script, in the current run
         self._told: set[str] = set()  # variables that count runs
 
     def begin(self, step: Step, *, joining: bool) -> None:
@@ -99,7 +101,8 @@ class Prover:
         adapter = self._due(step)
         if adapter is not None:
             self._found = adapter.found()
-            self._variables[len(self._proofs)] = _variables()
+            self._frame = frame_of_script()
+            self._variables[len(self._proofs)] = _variables(self._frame)
 
     def alone(self, step: Step) -> bool:
         """Return whether the block of ``step`` now begins a check run. If so, let its collectives use local data."""
@@ -149,13 +152,15 @@ class Prover:
         if self._adapter is None or step.scrap or step.parts > 1 or self._checked == step.number:
             return None
         if self._step != step.number:
-            self._step, self._proofs, self._variables = step.number, [], {}
+            self._step, self._proofs, self._variables, self._ends = step.number, [], {}, {}
         if not step.repeats:
             return None
         due = self._first or step.number % self._every == self._every - 1
         return self._adapter if due else None
 
     def _add(self, step: Step, adapter: ProvesBlocks, proof: Proof | None) -> None:
+        if self._frame is not None:
+            self._ends[len(self._proofs)], self._frame = _variables(self._frame), None
         self._proofs.append(proof)
         done = [proof for proof in self._proofs if proof is not None]
         if len(self._proofs) == RUNS and (len(done) < RUNS or done[0] == done[1]):
@@ -168,12 +173,14 @@ class Prover:
         self._checked, self._first = step.number, False
 
     def _tell_counters(self, step: Step) -> None:
-        """Warn of script variables that grow with each run: code after the update may use them, and is not compared."""
-        counters = [
-            name
-            for name in _counted_up(self._variables[0], self._variables[1], step.number)
-            if name not in self._told
-        ]
+        """Warn of script variables that grow with each run: code after the update may use them, and is not compared.
+
+        A variable that the block sets from the step has grown since the last step, and is equal at the ends of two
+        runs.
+        """
+        starts = _counted_up(self._variables[0], self._variables[1], step.number)
+        ends = _counted_up(self._ends[0], self._ends[1], step.number)
+        counters = [name for name in starts if name in ends and name not in self._told]
         if counters:
             self._told.update(counters)
             log.warning(
@@ -249,8 +256,7 @@ class _Variables(NamedTuple):
     drawing: Sequence[str]
 
 
-def _variables() -> _Variables:
-    frame = frame_of_script()
+def _variables(frame: FrameType) -> _Variables:
     variables = {**frame.f_globals, **frame.f_locals}
     own = _attributes(variables.get("self"))
     plain: dict[str, object] = {}
