@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from holdfast.core.worker.vote import Ballot, Tally
@@ -21,13 +22,24 @@ class Numbers:
         """Return the numbers of one optimizer."""
         return self.of[optimizer]
 
+    def declares(self, value: object) -> bool:
+        """Return whether an object is a trainer: the tests declare those as state."""
+        return isinstance(value, Trainer)
+
+
+class Trainer:
+    """An object of the script that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
 
 class Rank:
     """One rank, whose blocks step the given optimizers."""
 
-    def __init__(self, *, scaled: bool = False, replaces: bool = False) -> None:
+    def __init__(self, *, scaled: bool = False, replaces: bool = False, first: bool = False) -> None:
         self.numbers = Numbers()
-        self.checked = EqualUpdates(1, self.numbers, scaled=scaled)
+        self.checked = EqualUpdates(0 if first else 1, self.numbers, scaled=scaled)
         if replaces:
             self.checked.joins()
 
@@ -112,3 +124,62 @@ def test_an_update_that_a_scaler_leaves_out_is_not_compared() -> None:
     assert vote(3, ranks, D, {}) == Tally(passed=True)
     with pytest.raises(StepError, match="steps 'd'"):
         vote(4, ranks, D, {"d": 0.2})
+
+
+def loop(rank: Rank, step: int, seen: int, until: int) -> Ballot:
+    """Run a loop of the script that steps an optimizer by a variable, up to its vote in ``step``."""
+    ballot = Ballot(step=step)
+    while step < until:
+        rank.checked.opens()
+        if seen < 99:
+            rank.numbers.of["d"] = [0.1]
+            rank.checked.steps("d", "")
+        ballot = rank.checked.ballot(Ballot(step=step))
+        seen += 1
+        step += 1
+    return ballot
+
+
+def told(ranks: list[Rank], *ballots: Ballot) -> Tally:
+    """Let all ranks read the tally of their ballots."""
+    vectors = [ballot.encode() for ballot in ballots]
+    tally = Tally.read([sum(column) for column in zip(*vectors, strict=True)], len(ranks))
+    for rank in ranks:
+        rank.checked.read(tally, ballots[0].step)
+    return tally
+
+
+def test_a_replacement_with_other_variables_is_refused_at_its_first_vote() -> None:
+    ranks = [Rank(), Rank(replaces=True)]
+    with pytest.raises(
+        StepError,
+        match=r"step 5: the updates depend on.*\(here step = 5, seen = 5 .*ranks have the same values",
+    ):
+        told(ranks, loop(ranks[0], 5, 5, 6), loop(ranks[1], 5, 0, 6))
+
+
+def test_a_first_vote_that_did_not_pass_is_not_the_first_one() -> None:
+    ranks = [Rank(), Rank(replaces=True)]
+    broken = msgspec.structs.replace(loop(ranks[0], 5, 5, 6), unsound=True)
+    assert not told(ranks, broken, loop(ranks[1], 5, 0, 6)).passed
+    with pytest.raises(StepError, match="ranks have the same values"):
+        told(ranks, loop(ranks[0], 5, 5, 6), loop(ranks[1], 5, 0, 6))
+
+
+def test_variables_are_not_compared_after_the_first_vote_or_where_they_have_differed() -> None:
+    ranks = [Rank(), Rank(replaces=True)]
+    assert told(ranks, loop(ranks[0], 5, 5, 6), loop(ranks[1], 5, 5, 6)) == Tally(passed=True)
+    assert told(ranks, loop(ranks[0], 6, 6, 7), loop(ranks[1], 6, 7, 7)) == Tally(passed=True, mixed=True)
+    ranks[1] = Rank(replaces=True)
+    assert told(ranks, loop(ranks[0], 7, 7, 8), loop(ranks[1], 7, 0, 8)) == Tally(passed=True, mixed=True)
+
+
+def test_an_attribute_of_state_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    rank, trainer = Rank(first=True), Trainer()
+    for _ in range(2):
+        rank.checked.opens()
+        if trainer.count < 99:
+            rank.numbers.of["d"] = [0.1]
+            rank.checked.steps("d", "")
+        trainer.count += 1
+    assert rank.checked.ballot(Ballot(step=1)).variables == 0 and not caplog.messages

@@ -1,4 +1,4 @@
-"""The script ``delayed`` with its counter left in a variable, which a replacement begins again.
+"""The script ``delayed`` with its counter left in a dict of its own, which a replacement begins again.
 
 Environment variable PLACE: ``behind``: the slow optimizer steps after the vote. ``before``: it steps first. ``rate``:
 the counter decides about a learning rate.
@@ -32,7 +32,7 @@ fully_shard(head)
 fast = torch.optim.SGD(head.parameters(), lr=0.05, momentum=0.9)
 slow = torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.MSELoss()
-waited = 0
+counts = {"waited": 0}
 
 with holdfast.session(
     model={"body": body, "head": head},
@@ -47,15 +47,15 @@ with holdfast.session(
             slow.zero_grad()
             criterion(head(body(x)), y).backward()
             if PLACE == "rate":
-                fast.param_groups[0]["lr"] = 0.01 * (1 + waited)
+                fast.param_groups[0]["lr"] = 0.01 * (1 + counts["waited"])
             if PLACE == "behind":
                 fast.step()
-            if waited >= 2 and PLACE != "rate":
+            if counts["waited"] >= 2 and PLACE != "rate":
                 slow.step()
             if PLACE != "behind":
                 fast.step()
         if step.committed:
-            waited = 0 if waited >= 2 else waited + 1
+            counts["waited"] = 0 if counts["waited"] >= 2 else counts["waited"] + 1
 
-end(nn.ModuleList([body, head]), waited=waited)
+end(nn.ModuleList([body, head]), waited=counts["waited"])
 dist.destroy_process_group()

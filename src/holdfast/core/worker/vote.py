@@ -12,6 +12,7 @@ word counts only if the digests of all ranks cover the same data (``Ballot.plan`
 The updates of a step are compared like the steps, as a number and its square, among the ranks that give a number. Ranks
 may differ by design. So a difference is an error only in a job with a replacement, if no rank has seen a difference
 before (``session/steps/equal_updates.py``). An optimizer that steps after the vote is compared in the next vote.
+Variables of the script are compared in the same way when a replacement votes for the first time.
 
 Invariants:
 1. ``passed`` implies that every rank of the group contributed once, reported sound collectives, and was at the same
@@ -35,7 +36,7 @@ FIELDS = (
     *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved", "hold"),
     *("replaces", "uneven", "step", "step_squared"),
     *("updating", "updates", "updates_squared", "updated_earlier", "earlier", "earlier_squared"),
-    *("plan", "plan_squared", "digest"),
+    *("joins", "mixed", "known", "variables", "variables_squared", "plan", "plan_squared", "digest"),
 )
 VECTOR_LENGTH = len(FIELDS)
 
@@ -60,6 +61,10 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
         0  # identifies the optimizers that step before or directly after the vote, below STEP_MODULUS
     )
     earlier: int = 0  # identifies those that stepped in the step before, below STEP_MODULUS; 0: not compared
+    joins: bool = False  # its process has replaced a lost one, and votes for the first time
+    mixed: bool = False  # it has seen a passed vote in which ``variables`` were not equal
+    # Identifies the values of the script's variables on which the updates depend, below STEP_MODULUS; 0: not compared.
+    variables: int = 0
     plan: int = 0  # identifies the data that ``digest`` covers, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # sum of the digests of its copies times its factors, any integer
     between: bool = False  # this vote is between the last step and ``step``, not the vote of a step
@@ -76,6 +81,8 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
             *(1, *(int(flag) for flag in flags), residue, residue * residue),
             *(int(self.updates > 0), self.updates, self.updates * self.updates),
             *(int(self.earlier > 0), self.earlier, self.earlier * self.earlier),
+            *(int(self.joins), int(self.mixed)),
+            *(int(self.variables > 0), self.variables, self.variables * self.variables),
             *(self.plan, self.plan * self.plan, digest),
         ]
 
@@ -115,6 +122,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     diverged: bool = False  # they do so in this step because of a replacement; then ``passed`` is False
     # They did so in the step before because of a replacement, so the state of that step is wrong.
     diverged_earlier: bool = False
+    mixed: bool = False  # the script's variables on which the updates depend are not equal
+    began_again: bool = False  # they are so because a replacement joins; then ``passed`` is False
     reason: str = ""
 
     @staticmethod
@@ -128,7 +137,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
         count, unsound, leave, save, due, busy, nonfinite, keep, moved, hold = vector[:10]
         replaces, unevens, total, squares = vector[10:14]
-        plan, plans_squared, digest = vector[20:]
+        plan, plans_squared, digest = vector[25:]
         if count != world_size:
             return Tally(passed=False, reason=f"{count} of {plural(world_size, 'rank')} voted")
         if unsound != 0:
@@ -140,11 +149,14 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         compared = plan > 0 and all_equal(world_size, plan, plans_squared)
         if compared and digest % DIGEST_MODULUS != 0:
             return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
-        differs_now, differed = not all_equal(*vector[14:17]), not all_equal(*vector[17:20])
+        differs_now, differed, mixed = (not all_equal(*vector[at : at + 3]) for at in (14, 17, 22))
         replaced = replaces > 0 and unevens == 0
         if differs_now and replaced and not differed:
             reason = "a replacement makes other updates than the other ranks"
             return Tally(passed=False, uneven=True, diverged=True, reason=reason)
+        if mixed and vector[20] > 0 and vector[21] == 0:
+            reason = "a replacement begins with other variables of the script than the other ranks have"
+            return Tally(passed=False, mixed=True, began_again=True, reason=reason)
         return Tally(
             passed=True,
             exit=leave > 0,
@@ -158,4 +170,5 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             compared=compared,
             uneven=differs_now or differed,
             diverged_earlier=differed and replaced,
+            mixed=mixed,
         )

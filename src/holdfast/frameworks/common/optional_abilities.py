@@ -215,8 +215,8 @@ class SeesGradients(Protocol):
 
 
 @runtime_checkable
-class HasScheduledNumbers(Protocol):
-    """An adapter that can read the numbers of an optimizer that scripts and schedulers change during the training."""
+class DescribesUpdates(Protocol):
+    """An adapter that can describe the updates which a script is about to make."""
 
     def scheduled_numbers(self, optimizer: str) -> list[float]:
         """Return learning rate and weight decay of all parameter groups; the first is a learning rate.
@@ -226,6 +226,9 @@ class HasScheduledNumbers(Protocol):
         Args:
             optimizer: name of an optimizer of the session.
         """
+
+    def declares(self, value: object) -> bool:
+        """Return whether the session has the object ``value`` in its state."""
 
 
 @runtime_checkable

@@ -295,6 +295,10 @@ class TorchAdapter:
         """Return learning rate and weight decay of all parameter groups of an optimizer; shape [N]."""
         return scheduled_numbers(self.state.optimizers[optimizer].optimizer)
 
+    def declares(self, value: object) -> bool:
+        """Return whether ``value`` is one of the objects in ``session(state=...)``."""
+        return any(value is item for item in self.state.extras.values())
+
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""
         if self._updating:  # an optimizer of the session, which has voted, calls this one

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from holdfast.package import DIRECTORY
 
 OURS = str(DIRECTORY) + os.sep
+_MISSING = object()
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -54,6 +55,24 @@ def variables_of_script() -> dict[str, object]:
         for name, value in variables.items():
             if not name.startswith("__") and found.setdefault(name, value) is not value:
                 found.setdefault(f"{os.path.basename(file)}:{name}", value)
+    return found
+
+
+def values_of(names: Iterable[str]) -> dict[str, object]:
+    """Return the values of variables, and of attributes of variables (``self.tick``), in the script's stack frames.
+
+    The innermost frame that has a variable counts. A name without a value is left out.
+    """
+    found: dict[str, object] = {}
+    frames = list(frames_outside((OURS, *LIBRARIES)))
+    for name in names:
+        owner, _, attribute = name.partition(".")
+        scopes = (scope for frame in frames for scope in (frame.f_locals, frame.f_globals))
+        value = next((scope[owner] for scope in scopes if owner in scope), _MISSING)
+        if attribute:
+            value = getattr(value, attribute, _MISSING)
+        if value is not _MISSING:
+            found[name] = value
     return found
 
 

@@ -22,7 +22,7 @@ from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outsid
 
 Places = tuple[tuple[str, int], ...]
 
-VARIABLES_MAX = 4
+VARIABLES_MAX = 4  # in a message
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.While
@@ -57,7 +57,7 @@ def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ..
         update: the innermost place is an update: also find what may decide about the loss and the learning rate.
     """
     names = (name for file, line in reversed(places) for name in _of_place(file, line, update=update))
-    return tuple(dict.fromkeys(names))[:VARIABLES_MAX]
+    return tuple(dict.fromkeys(names))
 
 
 def _of_place(file: str, line: int, *, update: bool) -> Iterator[str]:

@@ -11,8 +11,11 @@ and a difference is no evidence in this job.
 An optimizer that steps after the vote is part of the next ballot. Its update has been made then, so no rank saves its
 state.
 
-After a restart of all ranks, and in a resumed job, all ranks begin with the variables of a start, so no vote shows that
-the job makes other updates. No vote shows another loss. A warning at the first update therefore names such variables.
+A variable in the loss changes the gradients of all ranks alike, because they are summed. So the variables on which the
+updates depend are searched in the source, and their values are compared when a replacement votes for the first time.
+
+After a restart of all ranks, and in a resumed job, all ranks begin with the variables of a start, and no vote shows it.
+A warning at the first update therefore names these variables.
 
 Invariants:
 1. All ranks come to the same result, because it depends on the tally alone.
@@ -31,9 +34,10 @@ import msgspec
 
 from holdfast.core.worker.vote import STEP_MODULUS, Ballot, Tally
 from holdfast.errors import StepError
-from holdfast.frameworks.common.optional_abilities import HasScheduledNumbers
-from holdfast.runtime.worker.script_frames import variables_of_script
+from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.runtime.worker.script_frames import values_of
 from holdfast.session.steps.deciding_variables import (
+    VARIABLES_MAX,
     Places,
     deciding_variables,
     described,
@@ -66,25 +70,29 @@ class EqualUpdates:
 
     Args:
         rank: number of this rank. Rank 0 warns.
-        source: the adapter, if it can read the scheduled numbers of optimizers.
+        source: the adapter, if it can describe updates.
         scaled: a gradient scaler may leave out an update on this rank alone.
     """
 
-    def __init__(self, rank: int, source: HasScheduledNumbers | None, *, scaled: bool) -> None:
+    def __init__(self, rank: int, source: DescribesUpdates | None, *, scaled: bool) -> None:
         self._first = rank == 0
         self._source = source
         self._scaled = scaled
         self._replaces = False  # this process has replaced a lost one
         self._uneven = False  # the ranks have made different updates in a vote that was not refused
-        self._places: dict[str, Places] = {}  # of the first step of each optimizer in the script
+        # Variables on which the updates depend, and where the script steps.
+        self._names: dict[str, Places] = {}
+        self._known: set[str] = set()  # optimizers that have stepped in this process
+        self._values: dict[str, object] = {}  # of the variables, in the open block
+        self._mixed = False  # the values have differed in a vote that was not refused
+        self._met = False  # the values of this process have been compared
         self._made: dict[str, list[float]] = {}  # in the open block
-        self._voted = self._last = _Updates(
-            -1, {}, 0
-        )  # of the newest vote, and of the step that was committed last
+        # Of the newest vote, and of the step that was committed last.
+        self._voted = self._last = _Updates(-1, {}, 0)
 
     def opens(self) -> None:
         """Record that a block begins."""
-        self._made = {}
+        self._made, self._values = {}, {}
 
     def joins(self) -> None:
         """Record that this process replaces a lost one."""
@@ -95,25 +103,32 @@ class EqualUpdates:
 
         At its first step in this process, warn of variables that decide about it.
         """
-        if optimizer not in self._places:
-            self._begins(optimizer)
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._begins()
         numbers = [] if self._source is None else self._source.scheduled_numbers(optimizer)
         self._made[f"{within}/{optimizer}" if within else optimizer] = numbers
+        if self._names and not self._values:
+            self._values = {name: value for name, value in values_of(self._names).items() if _is_plain(value)}
 
-    def _begins(self, optimizer: str) -> None:
-        places = self._places[optimizer] = places_in_script()
-        if self._replaces or not self._first or not places:
-            return  # the other ranks wait for a replacement
-        variables = variables_of_script()
-        names = [name for name in deciding_variables(places, update=True) if _is_plain(name, variables)]
-        if names:
+    def _begins(self) -> None:
+        places = places_in_script()
+        found = [name for name in deciding_variables(places, update=True) if not self._declared(name)]
+        self._names.update(dict.fromkeys(found, places))
+        names = [name for name, value in values_of(found).items() if _is_plain(value)]
+        if names and self._first and not self._replaces:
             log.warning(
                 "holdfast: the updates depend on %s (%s), and a process that joins or resumes begins with the value "
                 "of a start: %s",
-                ", ".join(names),
+                ", ".join(names[:VARIABLES_MAX]),
                 described(places),
                 _HINT,
             )
+
+    def _declared(self, name: str) -> bool:
+        """Return whether the owner of an attribute (``self`` of ``self.tick``) is state of the session."""
+        owner, dot, _ = name.partition(".")
+        return bool(dot) and self._source is not None and self._source.declares(values_of([owner]).get(owner))
 
     def ballot(self, ballot: Ballot) -> Ballot:
         """Return ``ballot`` with the updates of this rank."""
@@ -125,6 +140,9 @@ class EqualUpdates:
             earlier=self._last.number if self._last.step == ballot.step - 1 else 0,
             uneven=self._uneven,
             replaces=self._replaces,
+            joins=self._replaces and not self._met,
+            mixed=self._mixed,
+            variables=_identified(repr(sorted(self._values.items())).encode()) if self._values else 0,
         )
 
     def read(self, tally: Tally, step: int) -> None:
@@ -135,6 +153,16 @@ class EqualUpdates:
         """
         if tally.diverged:
             raise StepError(f"step {step}: {self._described(self._made)}", hint=_HINT)
+        if tally.began_again:
+            values = ", ".join(
+                f"{name} = {value!r}" for name, value in list(self._values.items())[:VARIABLES_MAX]
+            )
+            where = "".join({f" ({described(places)})" for places in self._names.values()})
+            raise StepError(
+                f"step {step}: the updates depend on variables of the script (here {values or 'none'}{where}), and not "
+                f"all ranks have the same values. {self._cause()}",
+                hint=_HINT,
+            )
         if tally.diverged_earlier:
             raise StepError(
                 f"step {step - 1}: {self._described(self._last.numbers)}. A checkpoint of step {step} would hold this "
@@ -142,6 +170,8 @@ class EqualUpdates:
                 hint=_HINT,
             )
         self._uneven = self._uneven or tally.uneven
+        self._mixed = self._mixed or tally.mixed
+        self._met = self._met or (tally.passed and bool(self._values))
 
     def committed(self) -> None:
         """Record that the step of the newest vote, whose block has just ended, is committed."""
@@ -153,33 +183,30 @@ class EqualUpdates:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the updates of the block; 0: not compared."""
         if self._scaled and not self._made:
             return 0
-        found = 0
-        for name in sorted(self._made):
-            found = zlib.crc32(array("d", self._made[name]).tobytes(), zlib.crc32(name.encode(), found))
-        return found % (STEP_MODULUS - 1) + 1
+        made = {name: array("d", self._made[name]).tobytes() for name in sorted(self._made)}
+        return _identified(*(part for name, numbers in made.items() for part in (name.encode(), numbers)))
 
     def _described(self, updates: Mapping[str, list[float]]) -> str:
         steps = [f"{name!r}{f' (lr {numbers[0]:g})' if numbers else ''}" for name, numbers in updates.items()]
         does = f"steps {', '.join(steps)}" if steps else "makes no update"
-        whose = "this process" if self._replaces else "another process"
-        names = {
-            name: None
-            for places in self._places.values()
-            if places
-            for name in deciding_variables(places, update=True)
-        }
-        because = f"; the updates depend on {', '.join(names)}" if names else ""
-        return (
-            f"this rank {does}, and not all ranks do the same. The cause: {whose} has replaced a lost one, and begins "
-            f"with the variables of a start{because}"
+        because = (
+            f"; the updates depend on {', '.join(list(self._names)[:VARIABLES_MAX])}" if self._names else ""
         )
+        return f"this rank {does}, and not all ranks do the same. {self._cause()}{because}"
+
+    def _cause(self) -> str:
+        whose = "this process" if self._replaces else "another process"
+        return f"The cause: {whose} has replaced a lost one, and begins with the variables of a start"
 
 
-def _is_plain(name: str, variables: Mapping[str, object]) -> bool:
-    """Return whether the variable, or attribute of a variable, has a bool, number or string as its value.
+def _identified(*parts: bytes) -> int:
+    """Return a number from 1 to STEP_MODULUS - 1 that identifies ``parts``."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part, found)
+    return found % (STEP_MODULUS - 1) + 1
 
-    Other values may be state of the session.
-    """
-    owner, _, attribute = name.partition(".")
-    value = variables.get(owner)
-    return isinstance(getattr(value, attribute, None) if attribute else value, bool | int | float | str)
+
+def _is_plain(value: object) -> bool:
+    """Return whether ``value`` is a bool, number or string. Other values may be state of the session."""
+    return isinstance(value, bool | int | float | str)

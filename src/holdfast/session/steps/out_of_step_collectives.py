@@ -33,7 +33,12 @@ from holdfast.core.protocol.messages import (
     StateRefused,
 )
 from holdfast.core.worker.position import ScriptEvent, ScriptPosition
-from holdfast.session.steps.deciding_variables import deciding_variables, described, places_in_script
+from holdfast.session.steps.deciding_variables import (
+    VARIABLES_MAX,
+    deciding_variables,
+    described,
+    places_in_script,
+)
 from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
@@ -96,7 +101,7 @@ class CollectiveGuard:
         places = places_in_script()
         if not places:
             return OutsideCollective(what)
-        names = tuple(name[:NAME_LENGTH_MAX] for name in deciding_variables(places))
+        names = tuple(name[:NAME_LENGTH_MAX] for name in deciding_variables(places)[:VARIABLES_MAX])
         return OutsideCollective(f"{what} at {described(places)}"[:WHAT_LENGTH_MAX], names)
 
     def _check(self) -> None:

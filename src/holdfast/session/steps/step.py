@@ -24,7 +24,7 @@ from holdfast.frameworks.common.adapter import Aborted, Adapter, Hooks
 from holdfast.frameworks.common.optional_abilities import (
     Accumulates,
     CommunicatesInUpdates,
-    HasScheduledNumbers,
+    DescribesUpdates,
     ProvesBlocks,
     RunsWithoutPeers,
     SeesGradients,
@@ -89,7 +89,7 @@ class BlockAbilities(NamedTuple):
     accumulates: Accumulates | None
     parts: TakesParts | None
     sees: SeesGradients | None
-    scheduled: HasScheduledNumbers | None
+    describes: DescribesUpdates | None
     tentative: frozenset[str]
 
     @classmethod
@@ -100,7 +100,7 @@ class BlockAbilities(NamedTuple):
             adapter if isinstance(adapter, Accumulates) else None,
             adapter if isinstance(adapter, TakesParts) else None,
             adapter if isinstance(adapter, SeesGradients) else None,
-            adapter if isinstance(adapter, HasScheduledNumbers) else None,
+            adapter if isinstance(adapter, DescribesUpdates) else None,
             adapter.tentative if isinstance(adapter, CommunicatesInUpdates) else frozenset(),
         )
 
@@ -262,7 +262,7 @@ class StepRunner:
         self._went_back = False  # the open block has made a backward pass
         self._left = ""  # the exception by which the script left a block, in words
         self._empty = EmptyBlocks()
-        self._equal = EqualUpdates(adapter.rank, self._able.scheduled, scaled=adapter.scaled)
+        self._equal = EqualUpdates(adapter.rank, self._able.describes, scaled=adapter.scaled)
         # Step and block index of the newest rehearsal without a backward pass and an update.
         self._idle = (-1, 0)
 
