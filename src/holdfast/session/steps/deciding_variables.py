@@ -66,17 +66,15 @@ def _of_place(file: str, line: int, *, update: bool) -> Iterator[str]:
     for block in loops or [scope]:
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
         conditions += _skips(block, line)
-        carried = _carried(block, _names_in([*conditions, *(_sources(block) if update else ())]))
+        carried = _carried(block, _names_in([*conditions, *(_sources(block) if update else [])]))
         # Local variables of a function without a loop do not outlive its call.
         yield from carried if loops else (name for name in carried if "." in name)
 
 
-def _sources(block: ast.AST) -> Iterator[ast.AST]:
-    """Yield the expressions on which the losses and learning rates in ``block`` depend."""
-    for node in ast.walk(block):
-        if isinstance(node, ast.If) and any(map(_values, ast.walk(node))):
-            yield node.test
-        yield from _values(node)
+def _sources(node: ast.AST) -> list[ast.expr]:
+    """Return the expressions on which the losses and learning rates in ``node`` depend."""
+    found = [*_values(node), *(source for child in ast.iter_child_nodes(node) for source in _sources(child))]
+    return [*found, node.test] if found and isinstance(node, ast.If) else found
 
 
 def _values(node: ast.AST) -> list[ast.expr]:
@@ -92,9 +90,21 @@ def _values(node: ast.AST) -> list[ast.expr]:
             return [value]
         case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
             return [loss, *arguments]
-        case ast.Expr(value=ast.Call() as call) if _SETS_RATES.search(ast.unparse(call.func)):
+        case ast.Expr(value=ast.Call(func=ast.Name() | ast.Attribute() as called) as call) if (
+            _SETS_RATES.search(_dotted(called))
+        ):
             return [*call.args, *(keyword.value for keyword in call.keywords)]
     return []
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return a variable with its attributes as text: ``self.scheduler.step``. Other parts are left out."""
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            return f"{_dotted(node.value)}.{node.attr}"
+    return ""
 
 
 def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
