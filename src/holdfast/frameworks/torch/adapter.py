@@ -468,6 +468,7 @@ class TorchAdapter:
     def record(self, name: str) -> None:
         """Copy the state that a tentative update of optimizer ``name`` is about to change, so that it can be undone."""
         self.updates.refuse("an update is made inside of step.update()")
+        self._suspicion.updates()
         self._snapshot.undo.record(self.state.optimizers[name].optimizer)
 
     def prepare_vote(self) -> None:
