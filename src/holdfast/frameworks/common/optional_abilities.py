@@ -219,7 +219,7 @@ class HasScheduledNumbers(Protocol):
     """An adapter that can read the numbers of an optimizer that scripts and schedulers change during the training."""
 
     def scheduled_numbers(self, optimizer: str) -> list[float]:
-        """Return learning rate and weight decay of all parameter groups; the first is a learning rate.
+        """Return the settings of all parameter groups that schedules change; the first is a learning rate.
 
         Numbers on a device are left out. Shape [N].
 

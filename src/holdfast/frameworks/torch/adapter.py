@@ -292,7 +292,7 @@ class TorchAdapter:
             self._hooks.updated(name)
 
     def scheduled_numbers(self, optimizer: str) -> list[float]:
-        """Return learning rate and weight decay of all parameter groups of an optimizer; shape [N]."""
+        """Return the scheduled numbers of all parameter groups of an optimizer; shape [N]."""
         return scheduled_numbers(self.state.optimizers[optimizer].optimizer)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
