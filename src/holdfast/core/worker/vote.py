@@ -138,13 +138,14 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         if not all_equal(world_size, total, squares):
             return Tally(passed=False, reason="the ranks are at different steps")
         compared = plan > 0 and all_equal(world_size, plan, plans_squared)
-        if compared and digest % DIGEST_MODULUS != 0:
-            return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
         differs_now, differed = not all_equal(*vector[14:17]), not all_equal(*vector[17:20])
         replaced = replaces > 0 and unevens == 0
+        # First: such an update with a name is made ahead of the vote, and has made the copies unequal.
         if differs_now and replaced and not differed:
             reason = "a replacement makes other updates than the other ranks"
             return Tally(passed=False, uneven=True, diverged=True, reason=reason)
+        if compared and digest % DIGEST_MODULUS != 0:
+            return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
         return Tally(
             passed=True,
             exit=leave > 0,
