@@ -126,7 +126,8 @@ def test_ipv6_addresses_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_module_and_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (asked(script="json.tool", module=True).settings.kind) == "module"
+    module = asked(script="json.tool", module=True).settings
+    assert module.kind == "module" and "-tool-" in module.run_id
     program = asked(script="sh", no_python=True).settings
     assert program.kind == "executable" and os.access(program.target, os.X_OK)
     monkeypatch.setenv("PYTHON_EXEC", "/opt/other/python")

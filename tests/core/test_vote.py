@@ -93,6 +93,13 @@ def test_a_replacement_that_is_about_to_make_another_update_is_refused() -> None
     assert found.diverged and not found.passed and "a replacement makes other updates" in found.reason
 
 
+def test_another_update_is_told_before_the_difference_that_it_has_made() -> None:
+    """An update with a name is made ahead of the vote. Regression: the copies were taken for corrupted ones."""
+    votes = [Ballot(step=5, updates=7, plan=9, digest=1), Ballot(step=5, updates=8, plan=9, replaces=True)]
+    found = tally(*votes)
+    assert found.diverged and not found.differ
+
+
 def test_ranks_with_different_updates_pass_without_a_replacement_or_after_such_a_vote() -> None:
     assert tally(Ballot(step=5, updates=7), Ballot(step=5, updates=8)) == Tally(passed=True, uneven=True)
     votes = [Ballot(step=5, updates=7, uneven=True), Ballot(step=5, updates=8, replaces=True)]
@@ -103,6 +110,17 @@ def test_ranks_with_different_updates_pass_without_a_replacement_or_after_such_a
 def test_an_update_after_the_vote_of_the_step_before_is_told_although_this_vote_passes() -> None:
     votes = [Ballot(step=5, updates=7, earlier=3), Ballot(step=5, updates=8, earlier=4, replaces=True)]
     assert tally(*votes) == Tally(passed=True, uneven=True, diverged_earlier=True)
+
+
+def test_copies_that_an_earlier_update_of_a_replacement_has_changed_are_not_taken_for_corrupted_ones() -> (
+    None
+):
+    votes = [
+        Ballot(step=5, updates=7, earlier=3, plan=9, digest=1),
+        Ballot(step=5, updates=7, earlier=4, plan=9, replaces=True),
+    ]
+    found = tally(*votes)
+    assert found.diverged_earlier and not found.differ
 
 
 def test_updates_are_compared_among_the_ranks_that_give_a_number() -> None:

@@ -126,6 +126,8 @@ def test_a_counter_that_replacements_do_not_have_ends_the_run_by_name(
         ("behind", 5, "'fast' (lr 0.05), 'slow' (lr 0.05)"),
         ("before", 5, "'slow' (lr 0.05)"),
         ("rate", 4, "'fast' (lr 0.02)"),
+        ("momentum", 4, "'fast' (lr 0.05)"),
+        ("named", 4, "'first/fast' (lr 0.02)"),
     ],
 )
 def test_an_update_that_only_one_rank_makes_ends_the_run(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.errors import StepError, UsageError
+from holdfast.errors import DataError, StepError, UsageError
 from holdfast.frameworks.torch.steps.accelerate_accumulation import MODULE, Accumulating
 
 pytestmark = pytest.mark.torch
@@ -46,6 +48,29 @@ class Script:
                 if step.committed:
                     seen.append([int(x[0, 0]) // 4 for (x,) in step.batch] + [step.epoch, step.last_in_epoch])
         return seen
+
+
+class Refilling:
+    """A loader that fills one of its tensors with each batch, one after the other."""
+
+    def __init__(self, tensors: int) -> None:
+        self.tensors = [torch.empty(1, 4) for _ in range(tensors)]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        for number in range(8):
+            yield (self.tensors[number % len(self.tensors)].fill_(number),)
+
+
+@pytest.mark.parametrize("tensors", [1, 2, 3])
+def test_a_loader_that_fills_the_same_tensors_again_is_refused(tensors: int) -> None:
+    """Regression: a step of several batches used the last one several times, without a word."""
+    script = Script()
+    refused = pytest.raises(
+        DataError, match="the loader writes each batch into the tensors of a batch before"
+    )
+    script.loader = Refilling(tensors)  # type: ignore[assignment]
+    with nullcontext() if tensors == 3 else refused:
+        assert script.train(None, 2)  # type: ignore[arg-type]
 
 
 def test_a_step_has_several_batches_and_an_epoch_ends_with_fewer(tmp_path: Path) -> None:

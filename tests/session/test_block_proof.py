@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,27 @@ def test_an_impure_block_is_refused_before_its_update(way: str, cause: str) -> N
         script.train(getattr(script, way))
     assert torch.equal(script.net.weight, weights)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(("way", "refused"), [("iterating", True), ("pure", False)])
+def test_a_block_that_removes_its_gradients_after_a_named_update_is_checked(way: str, refused: bool) -> None:
+    """It votes at its end, where it has no gradients."""
+    script, runs = Script(), 0
+    weights = script.net.weight.detach().clone()
+    with (
+        pytest.raises(ImpureBlockError, match=r"changed: runs .* \(the gradient of weight at update 'first'")
+        if refused
+        else nullcontext(),
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                runs += 1
+                with step.update("first"):
+                    getattr(script, way)()
+                script.net.zero_grad()
+    assert torch.equal(script.net.weight, weights) == refused
+    assert runs == (4 if refused else 3)
 
 
 def test_a_block_that_writes_a_trained_weight_before_its_update_is_refused_by_name() -> None:

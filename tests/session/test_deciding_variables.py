@@ -43,6 +43,7 @@ def test_names_that_a_step_takes_over_from_the_step_before(tmp_path: Path, after
 UPDATES: dict[str, tuple[str, ...]] = {
     "if step.number - last >= 3:\n    optimizer.step()\n    last = step.number": ("last",),
     "for g in optimizer.param_groups:\n    g['lr'] = rate(it)\noptimizer.step()\nit += 1": ("it",),
+    "for g in optimizer.param_groups:\n    g['momentum'] = warm(it)\noptimizer.step()\nit += 1": ("it",),
     "adjust_learning_rate(optimizer, it)\noptimizer.step()\nit += 1": ("it",),
     "lr_scheduler.step(it)\noptimizer.step()\nit += 1": ("it",),
     "if it == 9:\n    optimizer.param_groups[0]['lr'] *= 0.1\noptimizer.step()\nit += 1": ("it",),

@@ -57,10 +57,10 @@ with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
             beat(step.number)
             x, y = get_batch()
             loss = (model(x) - y).square().mean()
-            optimizer.zero_grad(set_to_none=True)
             loss.backward()
             with step.update("momentum"):
                 optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if step.committed and rank == 0:
             print(f"iter {step.number}: loss {loss.item():.4f}")
 

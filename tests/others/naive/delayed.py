@@ -1,7 +1,8 @@
 """The script ``delayed`` with its counter left in a dict of its own, which a replacement begins again.
 
 Environment variable PLACE: ``behind``: the slow optimizer steps after the vote. ``before``: it steps first. ``rate``:
-the counter decides about a learning rate.
+the counter decides about a learning rate. ``named``: the same, in a named update. ``momentum``: it decides about a
+momentum.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ with holdfast.session(
             fast.zero_grad()
             slow.zero_grad()
             criterion(head(body(x)), y).backward()
-            if PLACE == "rate":
+            if PLACE in ("rate", "named"):
                 fast.param_groups[0]["lr"] = 0.01 * (1 + counts["waited"])
+            if PLACE == "momentum":
+                fast.param_groups[0]["momentum"] = 0.9 - 0.1 * counts["waited"]
             if PLACE == "behind":
                 fast.step()
-            if counts["waited"] >= 2 and PLACE != "rate":
+            if counts["waited"] >= 2 and PLACE in ("behind", "before"):
                 slow.step()
-            if PLACE != "behind":
+            if PLACE == "named":
+                with step.update("first"):
+                    fast.step()
+            elif PLACE != "behind":
                 fast.step()
         if step.committed:
             counts["waited"] = 0 if counts["waited"] >= 2 else counts["waited"] + 1

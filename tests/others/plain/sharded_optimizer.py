@@ -52,9 +52,9 @@ for iteration in range(MAX_ITERS):
     beat(iteration)
     x, y = get_batch()
     loss = (model(x) - y).square().mean()
-    optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     if rank == 0:
         print(f"iter {iteration}: loss {loss.item():.4f}")
 

@@ -91,7 +91,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     target = find_target(kind, script)
     counts = worker_counts(str(values["nproc_per_node"]), nodes)
     nproc = workers_of(nodes, counts)
-    run_id = _run_id(values["run_id"], script) + (f"-{nodes.node}" if nodes.several else "")
+    run_id = _run_id(values["run_id"], kind, script) + (f"-{nodes.node}" if nodes.several else "")
     run_dir = Path(values["run_dir"]).absolute() / run_id
     settings = RunSettings(
         run_id=run_id,
@@ -335,9 +335,10 @@ def _count_devices(kind: str) -> int:
                          hint="give a number") from error  # fmt: skip
 
 
-def _run_id(asked: str | None, script: str) -> str:
+def _run_id(asked: str | None, kind: str, script: str) -> str:
     if asked is None:
-        slug = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:24] or "run"
+        name = script.rpartition(".")[2] if kind == "module" else Path(script).stem
+        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24] or "run"
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{secrets.token_hex(2)}"
     if not is_run_id(asked):
         raise UsageError(

@@ -19,7 +19,8 @@ Invariants:
    step.
 2. No sum that is compared can overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits. The
    word of the digests wraps on purpose.
-3. A vote that finds copies unequal, or a replacement that is about to make other updates, has not passed.
+3. A vote that finds copies unequal, or a replacement that is about to make other updates, has not passed. Copies that
+   an earlier update of a replacement has made unequal are an exception: all ranks raise an error after the vote.
 """
 
 from __future__ import annotations
@@ -147,16 +148,18 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         if not all_equal(world_size, total, squares):
             return Tally(passed=False, reason="the ranks are at different steps")
         compared = plan > 0 and all_equal(world_size, plan, plans_squared)
-        if compared and digest % DIGEST_MODULUS != 0:
-            return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
         differs_now, differed, mixed = (not all_equal(*vector[at : at + 3]) for at in (14, 17, 22))
         replaced = replaces > 0 and unevens == 0
+        # First: such an update with a name is made ahead of the vote, and has made the copies unequal.
         if differs_now and replaced and not differed:
             reason = "a replacement makes other updates than the other ranks"
             return Tally(passed=False, uneven=True, diverged=True, reason=reason)
         if mixed and vector[20] > 0 and vector[21] == 0:
             reason = "a replacement begins with other variables of the script than the other ranks have"
             return Tally(passed=False, mixed=True, began_again=True, reason=reason)
+        diverged_earlier = differed and replaced
+        if compared and digest % DIGEST_MODULUS != 0 and not diverged_earlier:
+            return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
         return Tally(
             passed=True,
             exit=leave > 0,
@@ -169,6 +172,6 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             hold=hold > 0,
             compared=compared,
             uneven=differs_now or differed,
-            diverged_earlier=differed and replaced,
+            diverged_earlier=diverged_earlier,
             mixed=mixed,
         )

@@ -219,7 +219,7 @@ class DescribesUpdates(Protocol):
     """An adapter that can describe the updates which a script is about to make."""
 
     def scheduled_numbers(self, optimizer: str) -> list[float]:
-        """Return learning rate and weight decay of all parameter groups; the first is a learning rate.
+        """Return the settings of all parameter groups that schedules change; the first is a learning rate.
 
         Numbers on a device are left out. Shape [N].
 

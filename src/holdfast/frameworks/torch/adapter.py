@@ -292,7 +292,7 @@ class TorchAdapter:
             self._hooks.updated(name)
 
     def scheduled_numbers(self, optimizer: str) -> list[float]:
-        """Return learning rate and weight decay of all parameter groups of an optimizer; shape [N]."""
+        """Return the scheduled numbers of all parameter groups of an optimizer; shape [N]."""
         return scheduled_numbers(self.state.optimizers[optimizer].optimizer)
 
     def declares(self, value: object) -> bool:
@@ -472,6 +472,7 @@ class TorchAdapter:
     def record(self, name: str) -> None:
         """Copy the state that a tentative update of optimizer ``name`` is about to change, so that it can be undone."""
         self.updates.refuse("an update is made inside of step.update()")
+        self._suspicion.updates()
         self._snapshot.undo.record(self.state.optimizers[name].optimizer)
 
     def prepare_vote(self) -> None:

@@ -160,7 +160,7 @@ class ScriptLoops:
 
     def _after_rehearsal(self, loader: Any, batches: int | None, loop: Iterator[Step]) -> Iterator[Step]:
         self._rehearsing = True
-        feed = None if loader is None else grouped(self._adapter.feed(loader), batches)
+        feed = None if loader is None else grouped(self._adapter.feed(loader), batches, self._adapter)
         try:
             yield from rehearsals(self._adapter, self._blocks, feed)
             self._rehearsing = False

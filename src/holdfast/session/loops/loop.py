@@ -238,7 +238,7 @@ class Loops:
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
-            feed = grouped(self._adapter.feed(loader), batches)
+            feed = grouped(self._adapter.feed(loader), batches, self._adapter)
         self._feed, self._loader = feed, (loader, batches)
         self._data = self._compare(feed, loop)
         self._proof.begin(loader)
@@ -529,7 +529,7 @@ class Loops:
     def _feed_of(self, copy: int) -> Feed | None:
         others = self._adapter.others if isinstance(self._adapter, StandsForOthers) else None
         feed = None if others is None else others.feed(self._loader[0], copy)
-        return None if feed is None else grouped(feed, self._loader[1])
+        return None if feed is None else grouped(feed, self._loader[1], self._adapter)
 
     def _load(self, feed: Feed) -> list[Any]:
         batches: list[Any] = []

@@ -4,21 +4,30 @@ Theory. The gradients that a block adds up over several batches belong to one st
 batches are computed again or none. So the block gets a list of all batches of its step. The position of the step in the
 data is after the last batch of the list. If the length of an epoch is known, the last list of an epoch may be shorter.
 Otherwise a list may continue into the next epoch.
+
+A loader may fill the same tensors with each batch. A loop that uses one batch at a time does not see it, but a list
+would hold its last batch several times. So the first list of a process is checked: each of its batches must keep its
+values while the next ones are drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.errors import UsageError
+from holdfast.errors import DataError, UsageError
 from holdfast.frameworks.common.adapter import DataIdentity, Feed
+from holdfast.frameworks.common.optional_abilities import DigestsBatches
 from holdfast.frameworks.common.state_tree import Plain
 
 
-def grouped(feed: Feed, batches: int | None) -> Feed:
-    """Return a feed that draws lists of ``batches`` batches from ``feed``. If ``batches`` is None, return ``feed``."""
-    return feed if batches is None else AccumulatingFeed(feed, batches)
+def grouped(feed: Feed, batches: int | None, adapter: object) -> Feed:
+    """Return a feed that draws lists of ``batches`` batches from ``feed``. If ``batches`` is None, return ``feed``.
+
+    Args:
+        adapter: the framework. If it cannot digest batches, the lists are not checked.
+    """
+    return feed if batches is None else AccumulatingFeed(feed, batches, RefilledBatches(adapter))
 
 
 def checked_count(batches: int | None, loader: Any) -> int | None:
@@ -33,27 +42,68 @@ def checked_count(batches: int | None, loader: Any) -> int | None:
     return batches
 
 
+class RefilledBatches:
+    """The check that a loader does not write the next batch into the tensors of a batch before.
+
+    Args:
+        adapter: the framework. If it cannot digest batches, nothing is checked.
+    """
+
+    def __init__(self, adapter: object) -> None:
+        self._digests = adapter if isinstance(adapter, DigestsBatches) else None
+        self._found: list[int] = []  # of the batches of the first list, when the last of them was drawn
+
+    def drew(self, batches: Sequence[Any]) -> None:
+        """Compare the batches of a list, to which the last one has just been added. Only the first list is checked.
+
+        Raises:
+            DataError: an earlier batch of the list has changed.
+        """
+        if self._digests is None:
+            return
+        if len(batches) == 1 and len(self._found) > 1:
+            self._digests = None
+            return
+        found = [self._digests.digest_batch(batch) for batch in batches]
+        if len(batches) > 1 and found[:-1] != self._found:
+            raise DataError(
+                "the loader writes each batch into the tensors of a batch before: a step of several batches would use "
+                "the last one several times",
+                hint="yield copies in the loader: `yield x.clone(), y.clone()`",
+            )
+        self._found = found
+
+
 class AccumulatingFeed:
     """A feed (:class:`holdfast.frameworks.common.adapter.Feed`) that draws lists of batches.
 
     Args:
         feed: the feed of single batches.
         batches: number of batches in one list, 1 or more.
+        refilled: the check of the first list.
     """
 
-    def __init__(self, feed: Feed, batches: int) -> None:
+    def __init__(self, feed: Feed, batches: int, refilled: RefilledBatches) -> None:
         self._feed = feed
         self._batches = batches
+        self._refilled = refilled
         self.repeatable, self.rewinds = feed.repeatable, feed.rewinds
         self.epoch, self.last_in_epoch = feed.epoch, feed.last_in_epoch
 
     def draw(self, epochs: int | None = None) -> list[Any]:
-        """Return the next list of batches. Raises: StopIteration: ``epochs`` epochs are over (None: no limit)."""
+        """Return the next list of batches.
+
+        Raises:
+            StopIteration: ``epochs`` epochs are over (None: no limit).
+            DataError: the loader has changed a batch of the list.
+        """
         drawn = [self._feed.draw(epochs)]
+        self._refilled.drew(drawn)
         self.epoch = self._feed.epoch
         try:
             while len(drawn) < self._batches and not self._feed.last_in_epoch:
                 drawn.append(self._feed.draw(epochs))
+                self._refilled.drew(drawn)
         except StopIteration:
             pass
         self.last_in_epoch = self._feed.last_in_epoch

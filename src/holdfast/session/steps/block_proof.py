@@ -53,7 +53,7 @@ class Proof(NamedTuple):
 
     Attributes:
         found: digests of the state at the start of the run.
-        computed: digests of the results at the point where the block votes.
+        computed: digests of the results at the point where the block votes, and before each update ahead of the vote.
     """
 
     found: Mapping[str, int]
@@ -78,6 +78,9 @@ class Prover:
         self._step = -1
         self._checked = -1
         self._found: Mapping[str, int] = {}  # digests at the start of the current run
+        self._within: dict[
+            str, int
+        ] = {}  # digests before each update that the current run makes ahead of its vote
         self._proofs: list[Proof | None] = []  # None: the run broke off
         self._variables: dict[int, _Variables] = {}  # at the start of each run, by its index
         self._ends: dict[int, _Variables] = {}  # of the same frame at the end of each run
@@ -98,6 +101,7 @@ class Prover:
             self._undeclared.look(step.number)
         if step.scrap:
             self._first = False  # a spare that rehearses the block
+        self._within = {}
         adapter = self._due(step)
         if adapter is not None:
             self._found = adapter.found()
@@ -112,6 +116,15 @@ class Prover:
         suspected = len(self._proofs) >= RUNS
         return adapter.go_alone(first=self._first, suspected=suspected)
 
+    def updates(self, step: Step, name: str) -> None:
+        """Take digests of the results before update ``name``, which the block makes ahead of its vote.
+
+        The block may remove its gradients after the update (``zero_grad``).
+        """
+        adapter = self._due(step)
+        if adapter is not None:
+            self._within.update((f"{key} at update {name!r}", n) for key, n in adapter.computed().items())
+
     def note(self, step: Step) -> None:
         """Take digests of the results of a check run, at the point where the block would vote.
 
@@ -121,7 +134,7 @@ class Prover:
         adapter = self._due(step)
         if adapter is None:
             return
-        computed = adapter.computed()
+        computed = self._computed(adapter)
         if not computed:
             self._checked = step.number  # the block skips this batch: check the next step that computes
         else:
@@ -132,7 +145,7 @@ class Prover:
         adapter = self._due(step)
         if adapter is None or len(self._proofs) != RUNS - 1:
             return True
-        self._add(step, adapter, Proof(self._found, adapter.computed()))
+        self._add(step, adapter, Proof(self._found, self._computed(adapter)))
         return self._checked == step.number
 
     def excuses(self, step: Step, error: BaseException) -> bool:
@@ -147,6 +160,9 @@ class Prover:
         log.debug("holdfast: step %d cannot be checked without peers: %s", step.number, error)
         self._add(step, adapter, None)
         return True
+
+    def _computed(self, adapter: ProvesBlocks) -> Mapping[str, int]:
+        return {**self._within, **adapter.computed()}
 
     def _due(self, step: Step) -> ProvesBlocks | None:
         if self._adapter is None or step.scrap or step.parts > 1 or self._checked == step.number:

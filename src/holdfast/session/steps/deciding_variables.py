@@ -27,6 +27,7 @@ _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.While
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 
 
@@ -78,15 +79,16 @@ def _sources(node: ast.AST) -> list[ast.expr]:
 
 
 def _values(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions from which one statement sets a learning rate or computes gradients; empty: none of them.
+    """Return the expressions from which one statement sets a rate or computes gradients; empty: none of them.
 
-    A learning rate is set by ``group["lr"] = ...``, or by a call of a function whose name begins with ``lr``,
-    ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
+    A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
+    a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
     """
     match node:
-        case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value="lr"))], value=value):
-            return [value]
-        case ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value="lr")), value=value):
+        case (
+            ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=name))], value=value)
+            | ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value=name)), value=value)
+        ) if name in _SCHEDULED:
             return [value]
         case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
             return [loss, *arguments]

@@ -390,6 +390,7 @@ class StepRunner:
         if step.tentative is not None or optimizer in self._able.tentative:
             self._refuse_late(step, optimizer)
             step.note_tentative(optimizer)
+            self._prover.updates(step, f"{step.tentative or optimizer}")
             step.nonfinite = self._finite.look_within(optimizer) or step.nonfinite
             self._adapter.record(optimizer)
             return
@@ -550,9 +551,13 @@ class StepRunner:
     def _give_up(self, step: Step, error: BaseException) -> None:
         """Record that ``error``, an exception of the user's code, leaves the block."""
         self._rank.moved(ScriptEvent.BLOCK_LEFT)
-        if self._rank.fail() != "ready":
+        state = self._rank.fail()
+        if state != "ready":
             self._left = f"step {step.number} was left by a {type(error).__name__}"
-        self._adapter.release()
+        if step.names and state == "aborted":
+            self._adapter.abort()  # undo the updates of this step: the state of the step before it can be saved
+        else:
+            self._adapter.release()
         self._current = None
 
     def _commit(self, step: Step) -> None:

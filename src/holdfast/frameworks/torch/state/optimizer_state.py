@@ -324,14 +324,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def scheduled_numbers(optimizer: Optimizer) -> list[float]:
-    """Return learning rate and weight decay of all parameter groups, in this order; shape [N].
+    """Return learning rate, weight decay, momentum and betas of all parameter groups, in this order; shape [N].
 
     Numbers in tensors are left out, because they may be on a device.
     """
-    both = (
-        number for group in optimizer.param_groups for number in (group.get("lr"), group.get("weight_decay"))
-    )
-    return [number for number in both if isinstance(number, (float, int))]
+    found: list[object] = []
+    for group in optimizer.param_groups:
+        found += (group.get("lr"), group.get("weight_decay"), group.get("momentum"), *group.get("betas", ()))
+    return [number for number in found if isinstance(number, (float, int))]
 
 
 class OptimizerState:

@@ -101,6 +101,9 @@ class Suspicion:
         self._writes: dict[
             str, int
         ] = {}  # count of the writes of each trained weight at the begin of the run
+        self._written: list[str] | None = (
+            None  # trained weights written before the first update ahead of the vote
+        )
 
     @property
     def cause(self) -> str:
@@ -108,10 +111,18 @@ class Suspicion:
 
         It is a trained weight that the block writes, or what the recorder of the block's tensors has found.
         """
-        written = [name for name, writes in self._trained() if self._writes.get(name, writes) != writes]
+        written = self._written_now() if self._written is None else self._written
         if written:
             return f"it writes {written[0]} before its update (write weights after optimizer.step())"
         return "" if self._witness is None else self._witness.cause
+
+    def updates(self) -> None:
+        """Record the weights that the block has written so far: it is about to make an update ahead of its vote."""
+        if self._before is not None and self._written is None:
+            self._written = self._written_now()
+
+    def _written_now(self) -> list[str]:
+        return [name for name, writes in self._trained() if self._writes.get(name, writes) != writes]
 
     def _trained(self) -> Iterator[tuple[str, int]]:
         """Yield the name of each trained weight with torch's count of its writes."""
@@ -125,7 +136,7 @@ class Suspicion:
         if self._witness is None:
             generators = [generator for _, generator in self._state.generators]
             self._witness = Witness(generators, _put_back(self._state))
-        self._writes = dict(self._trained())
+        self._writes, self._written = dict(self._trained()), None
         self._before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
