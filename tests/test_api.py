@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import holdfast
 from holdfast import version
 
@@ -89,6 +91,11 @@ def test_errors_are_public() -> None:
 
 def test_unknown_names_are_refused() -> None:
     assert python("import holdfast\ntry: holdfast.sesion\nexcept AttributeError as e: print(e)").strip()
+
+
+@pytest.mark.torch
+def test_a_face_is_imported_at_its_first_use() -> None:
+    assert python("import holdfast; print(holdfast.torch.declare.__name__)").strip() == "declare"
 
 
 def test_a_session_shows_what_a_script_uses() -> None:

@@ -104,7 +104,13 @@ _LAZY = {
 }
 
 
+_FACES = ("mindspore", "tensorflow", "torch")
+"""Modules of the frameworks, imported at their first use."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _FACES:
+        return import_module(f"holdfast.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it has {', '.join(__all__)}")
     module, _, attribute = _LAZY[name].partition(":")

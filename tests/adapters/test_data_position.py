@@ -201,8 +201,21 @@ def test_epochs_and_ends() -> None:
             TorchFeed(make_source(empty, 1, 0)).draw()
     with pytest.raises(UsageError, match="iterator"):
         make_source(iter([1]), 1, 0)
+    with pytest.raises(UsageError, match="a OneShot, a DataLoader that is its own iterator") as own:
+        make_source(OneShot(Items()), 1, 0)
+    assert "sampler=loader.sampler" in str(own.value.hint)
     with pytest.raises(UsageError, match="cannot be iterated"):
         make_source(3, 1, 0)
+
+
+class OneShot(DataLoader[Any]):
+    """picotron's loader: it is its own iterator."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
 
 
 def test_replay_warns(caplog: pytest.LogCaptureFixture) -> None:

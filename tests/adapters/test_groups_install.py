@@ -42,6 +42,7 @@ class LocalClient:
     world_size = 1
     joining = False
     shared: Path | None = None
+    directory: Path | None = None
     flight: Flight | None = None
 
     def __init__(self, server: KvServer) -> None:

@@ -88,6 +88,7 @@ class Line:
         self.generation = generation
         self.joining = False
         self.shared: Path | None = None  # if a scenario sets this, votes use a board in shared memory
+        self.directory: Path | None = None
         self.flight: Flight | None = None
         self.orders: dict[str, Callable[[Order], None]] = {}
         self._sock = sock

@@ -120,6 +120,20 @@ def test_a_counter_that_replacements_do_not_have_ends_the_run_by_name(
     )
 
 
+def test_a_block_that_raises_only_when_it_runs_again_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception of the script alone says nothing of its cause, a second run."""
+    output, ended = run(tmp_path, "naive", "buckets", monkeypatch, code=Exit.BAD_INPUT)
+    line = next(
+        n
+        for n, text in enumerate((HERE / "naive" / "buckets.py").read_text().splitlines(), 1)
+        if "assert" in text
+    )
+    said = f"step 0: run again on the same batch, the block ends with AssertionError at buckets.py:{line}"
+    assert f"ImpureBlockError: {said}: it uses what the run before has left" in output and not ended, output
+
+
 @pytest.mark.parametrize(
     ("place", "step", "steps"),
     [

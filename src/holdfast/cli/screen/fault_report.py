@@ -276,6 +276,7 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
             "are gradients kept from one step to the next, or weights changed outside of the optimizer?",
             "was a layer unfrozen after DDP(...) was made?",
             "have two stages of a pipeline the same names? session(model={'stage0': ...}) tells them apart",
+            "does each rank hold another part of a larger weight? holdfast.torch.declare(...) tells the parts apart",
             *(f"silent corruption {each}: take it out of service and test its memory" for each in often),
             "look for memory errors that the machine has counted: dmesg, edac-util, nvidia-smi -q -d ECC",
             "are they copies at all? --verify-every 0 stops comparing",

@@ -172,6 +172,8 @@ def _fault(
     what = f"{who}holds a wrong copy of the state: {place}"
     if place.startswith("optimizer."):
         what += "; state that an optimizer cuts for each rank must be declared: holdfast.torch.declare()"
+    elif not found.certain:
+        what += "; parts of a larger weight (tensor parallelism of your own) must be declared: holdfast.torch.declare()"
     digest = f"copies differ {'.'.join(map(str, ranks))}"
     failure = Failure(
         rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, occurrence=occurrence

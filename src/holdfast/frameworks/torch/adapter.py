@@ -21,6 +21,7 @@ from holdfast.frameworks.torch.comm.comm_hooks import refuse_stateful_hooks
 from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.comm.control_store import control_client
 from holdfast.frameworks.torch.comm.reconfigurable_group import ReconfigurableGroup
+from holdfast.frameworks.torch.comm.setup_record import end_setup
 from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
@@ -412,6 +413,7 @@ class TorchAdapter:
         self._devices.order()
         self._snapshot.take()
         self._devices.order()
+        end_setup()
         self._reseed(step, self._parts.part, between=False)
 
     def between(self, step: int, part: int, *, again: bool) -> None:
@@ -421,6 +423,7 @@ class TorchAdapter:
         copies from before its first run stay. A sample of the weights is recorded in both cases: it later shows if the
         script has exchanged the weights.
         """
+        end_setup()
         self._reseed(step, part, between=True)
         if again:
             self._devices.order()

@@ -223,6 +223,11 @@ class WorkerClient:
         """
         self._orphan_handlers.append(handler)
 
+    @property
+    def directory(self) -> Path | None:
+        """The directory in shared memory of the workers of this run on this node."""
+        return self.page.path.parent
+
     def kv(
         self,
         op: KvOp,

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import logging
 import random
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
-from holdfast.runtime.worker.script_frames import frame_of_script
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of
 from holdfast.session.steps.undeclared_state import UndeclaredState
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ _CLOCK_MIN = 1_000_000_000  # a whole number from here on is a time
 _HINT = (
     "draw the batch in the block that uses it, or by s.steps(loader); what else a block changes and uses later goes "
     "into session(state={...}) or s.own; session(verify_block=0) leaves out this check"
+)
+_LEFT = (
+    "a fault and a resume run a block again: reset at the start of the block what it leaves behind (sums of gradients, "
+    "handles, lists), and not after optimizer.step()"
 )
 _BEHIND = (
     "write `if step.committed:` around the code after the block that is only for a step that counts; "
@@ -86,6 +91,8 @@ class Prover:
         self._ends: dict[int, _Variables] = {}  # of the same frame at the end of each run
         self._frame: FrameType | None = None  # of the script, in the current run
         self._told: set[str] = set()  # variables that count runs
+        # The exception of a second run after a first one without: its step and class.
+        self._second: tuple[int, type[BaseException]] | None = None
 
     def begin(self, step: Step, *, joining: bool) -> None:
         """Take digests of the state before a run of the block of ``step``, if a check is due.
@@ -158,8 +165,27 @@ class Prover:
         if not (self._first or adapter.partial):
             return False  # the error does not come from missing peers
         log.debug("holdfast: step %d cannot be checked without peers: %s", step.number, error)
+        if self._proofs and self._proofs[0] is not None:
+            self._second = step.number, type(error)
         self._add(step, adapter, None)
         return True
+
+    def explains(self, step: Step, error: BaseException) -> ImpureBlockError | None:
+        """Return the error in the place of ``error``, which ends the run for the job, if it comes from earlier runs.
+
+        The first run of this block ended without an exception, and each later one with ``error``. So missing data of
+        peers does not explain it.
+        """
+        if step.rehearsal or self._second != (step.number, type(error)):
+            return None
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        own = [frame for frame in frames if not frame.f_code.co_filename.startswith((*LIBRARIES, OURS))]
+        where = f" at {place_of(own[-1])}" if own else ""
+        return ImpureBlockError(
+            f"step {step.number}: run again on the same batch, the block ends with {type(error).__name__}{where}: it "
+            "uses what the run before has left",
+            hint=_LEFT,
+        )
 
     def _computed(self, adapter: ProvesBlocks) -> Mapping[str, int]:
         return {**self._within, **adapter.computed()}

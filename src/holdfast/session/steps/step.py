@@ -509,6 +509,8 @@ class StepRunner:
             self._abort(step)
             return True
         self._give_up(step, error)
+        if (impure := self._prover.explains(step, error)) is not None:
+            raise impure from error
         return False
 
     def _excuses(self, step: Step, error: BaseException) -> bool:

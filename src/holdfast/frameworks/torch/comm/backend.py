@@ -33,6 +33,7 @@ from holdfast.frameworks.torch.comm.deferred_rank import install as install_stan
 from holdfast.frameworks.torch.comm.group_builder import GLOO, NCCL, GroupSpec
 from holdfast.frameworks.torch.comm.nccl_abort import outlive_peers
 from holdfast.frameworks.torch.comm.reconfigurable_group import ReconfigurableGroup
+from holdfast.frameworks.torch.comm.setup_record import begin_setup, setup_record
 from holdfast.frameworks.torch.probing import Feature
 from holdfast.runtime.node import deferred_rank
 from holdfast.runtime.node.torch_build import VARIABLE, all_restart, why_untouched
@@ -84,8 +85,11 @@ def install() -> None:
     if _untouched:
         return
     client = control_client()
-    if client is not None and client.joining:
-        fabric().loopback()
+    if client is not None:
+        if client.directory is not None:
+            begin_setup(client.directory)
+        if client.joining:
+            fabric().loopback()
     stand_in = deferred_rank.current()
     if stand_in is not None:
         install_stand_in(stand_in)
@@ -273,10 +277,12 @@ def _guard_objects(name: str, alone: Callable[..., None]) -> None:
         state = fabric()
         state.returning_data(True)
         try:
-            if not state.calm and state.check(name):
+            if not state.calm and state.check(name) and not (state.looped and setup_record()):
                 return alone(*args, **kwargs)
             return original(*args, **kwargs)
-        except GroupAborted:
+        except GroupAborted as error:
+            if setup_record():
+                log.warning("holdfast: %s; this process uses its own objects", error)
             return alone(*args, **kwargs)
         finally:
             state.returning_data(False)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,7 @@ from holdfast.frameworks.torch.comm.comm_state import REBUILD_TIMEOUT_S, CommSta
 from holdfast.frameworks.torch.comm.communicator import FreshGroups
 from holdfast.frameworks.torch.comm.group_builder import GLOO, BuiltGroup, GroupSpec, build
 from holdfast.frameworks.torch.comm.outer_group import OuterGroup
+from holdfast.frameworks.torch.comm.setup_record import SetupCall, setup_record
 from holdfast.frameworks.torch.comm.work import GuardedWork, InnerWork, LocalWork, Several, Wait, is_bug
 from holdfast.frameworks.torch.private_api import Backend, PrefixStore, Store, Work
 from holdfast.runtime.node import deferred_rank
@@ -207,13 +209,19 @@ class ReconfigurableGroup(OuterGroup):
         """
         fabric = self._fabric
         results = list(outputs)
+        setup = None if p2p or not results else setup_record()
+        call = None if setup is None else setup.call(what, self.spec.name, self.spec.rank)
         local = fabric.begin(what, joint=self._of_all and joint and not p2p)
         count = fabric.collectives
         if fabric.flight is not None:
             self._record(fabric.flight, count, what, on, p2p)
         if local:
             fabric.ended(count)
+            if setup is not None and fabric.looped and self._put_back(what, call, results):
+                return LocalWork(results)
             return self._local(what, results, fill)
+        if call is not None:
+            after = partial(self._keep, call, results, after)
         way = self._default_way if on is None else self._ways.get(on.device.type, self._default_way)
         if p2p and way is Wait.SLICES:
             way = Wait.THREAD
@@ -232,6 +240,26 @@ class ReconfigurableGroup(OuterGroup):
         if work is None:  # while calls are coalesced, NCCL returns one work for all of them, at the end
             return LocalWork(results)
         return GuardedWork(fabric, what, work, results, way, fill, after, count)
+
+    def _put_back(self, what: str, call: SetupCall | None, outputs: list[Any]) -> bool:
+        """Give a newcomer what the lost process got from a collective before the first step, if that is kept.
+
+        A spare waits here until its rank is known.
+        """
+        setup, stand_in = setup_record(), deferred_rank.current()
+        if call is not None and setup is not None:
+            if stand_in is not None:
+                stand_in.ask()
+            if setup.put_back(call._replace(rank=self.spec.rank), outputs):
+                return True
+        self._fabric.refuse_own_data(what)
+        return False
+
+    def _keep(self, call: SetupCall, outputs: list[Any], after: Fill | None) -> None:
+        if after is not None:
+            after()
+        if (setup := setup_record()) is not None:
+            setup.keep(call, outputs)
 
     def _local(self, what: str, outputs: list[Any], fill: Fill | None) -> Work:
         """Complete a collective on local data."""

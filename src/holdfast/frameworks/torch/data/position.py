@@ -248,6 +248,13 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
             hint=number_of_steps or "give a DataLoader or any iterable of batches, or none",
         )
     if hasattr(loader, "__next__"):
+        if isinstance(loader, DataLoader):
+            raise UsageError(
+                f"steps() got a {type(loader).__name__}, a DataLoader that is its own iterator: it has no start to go "
+                "back to",
+                hint="give a plain one over the same data: DataLoader(loader.dataset, batch_size=loader.batch_size, "
+                "sampler=loader.sampler, collate_fn=loader.collate_fn)",
+            )
         raise UsageError(
             "steps() got an iterator: it has no start to go back to",
             hint="give the iterable that makes it (a DataLoader, a list, an object with __iter__)",

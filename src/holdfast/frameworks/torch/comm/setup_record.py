@@ -1,0 +1,153 @@
+"""The results of collectives that a script makes before its first step, kept for replacements.
+
+Theory. A replacement runs the script from its top, and no other rank makes the collectives there with it. Local data
+would be other data: a seed that rank 0 has drawn and broadcast, a configuration or a tokenizer as an object, a length
+that is a minimum over the ranks. So each process writes what such a collective returned to a file in the shared memory
+of its run. A replacement of its rank reads the files and gets the same results.
+
+Only collectives that the script, or a library other than torch, calls by a function of ``torch.distributed`` are kept.
+Wrappers of torch (DDP) send weights when they are made, and a replacement gets the weights from its peers. A result of
+more than ``BYTES_MAX`` bytes counts as weights, too.
+
+A file holds one line of JSON (collective, group, dtype and shape of each tensor), and then the elements.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.runtime.worker.script_frames import OURS
+
+BYTES_MAX = 16 << 20
+BYTES_IN_ALL_MAX = 64 << 20
+RESULTS_MAX = 256
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_CALLS = tuple(
+    os.path.join(_TORCH, *parts)
+    for parts in (
+        ("distributed", "distributed_c10d.py"),
+        ("distributed", "c10d_logger.py"),  # wraps these functions
+        ("_dynamo", "eval_frame.py"),  # wraps the methods of a group
+    )
+)
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+class SetupCall(NamedTuple):
+    """One collective of this process: its kind, its group, the rank in it and the number of earlier ones of the group.
+
+    The number and the kind agree in a process and in its replacement, because both run the same code.
+    """
+
+    what: str
+    group: str
+    rank: int
+    number: int
+
+
+class SetupRecord:
+    """The results of the collectives before the first step of this process, or of the process that it replaces.
+
+    Args:
+        directory: directory in shared memory of the workers of this run on this node.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._counts: Counter[str] = Counter()
+        self._bytes = 0
+
+    def call(self, what: str, group: str, rank: int) -> SetupCall | None:
+        """Return the call of the collective that begins now; None: the script does not make it, or it is not kept."""
+        if self._counts.total() >= RESULTS_MAX or not _of_script(sys._getframe(1)):
+            return None
+        self._counts[group] += 1
+        return SetupCall(what, group, rank, self._counts[group] - 1)
+
+    def keep(self, call: SetupCall, outputs: Any) -> None:
+        """Write the result of a collective, unless it is too large. Waits for the device."""
+        tensors = list(_tensors(outputs))
+        size = sum(tensor.nbytes for tensor in tensors)
+        if size > BYTES_MAX or self._bytes + size > BYTES_IN_ALL_MAX:
+            return
+        self._bytes += size
+        path = self._path(call)
+        written = path.with_suffix(f".{os.getpid()}")
+        with written.open("wb") as file:
+            file.write(_head(call, tensors) + b"\n")
+            for tensor in tensors:
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        written.replace(path)
+
+    def put_back(self, call: SetupCall, outputs: Any) -> bool:
+        """Copy the result that the lost process of this rank got into ``outputs``; return False if it is not kept."""
+        tensors = list(_tensors(outputs))
+        try:
+            head, _, data = self._path(call).read_bytes().partition(b"\n")
+        except FileNotFoundError:
+            return False
+        if head != _head(call, tensors):
+            return False
+        begin = 0
+        for tensor in tensors:
+            part = bytearray(data[begin : begin + tensor.nbytes])
+            begin += tensor.nbytes
+            if part:
+                values = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype)
+                tensor.detach().copy_(values.reshape(tensor.shape))
+        return True
+
+    def _path(self, call: SetupCall) -> Path:
+        return self._directory / f"setup-{call.rank}-{call.number}-{call.group}"
+
+
+def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
+    kinds = [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
+    return json.dumps([call.what, call.group, kinds]).encode()
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    else:
+        for each in outputs:
+            yield from _tensors(each)
+
+
+def _of_script(frame: FrameType | None) -> bool:
+    """Return whether the script or a library calls the function of ``torch.distributed`` that makes a collective."""
+    by_function = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_CALLS, _HERE)):
+            return by_function and not file.startswith((_TORCH, OURS))
+        by_function = by_function or file.startswith(_CALLS)
+        frame = frame.f_back
+    return False
+
+
+_RECORD: list[SetupRecord] = []
+
+
+def begin_setup(directory: Path) -> None:
+    """Begin to keep results in files of ``directory``, in a process that a launcher can replace."""
+    _RECORD[:] = [SetupRecord(directory)]
+
+
+def end_setup() -> None:
+    """Keep no more results: the first step begins."""
+    _RECORD.clear()
+
+
+def setup_record() -> SetupRecord | None:
+    """Return the record of this process until its first step begins; otherwise None."""
+    return _RECORD[0] if _RECORD else None
