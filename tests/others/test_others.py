@@ -177,6 +177,18 @@ def test_a_variable_in_the_loss_that_replacements_do_not_have_ends_the_run_by_na
     assert "saved step 4 (last-gasp)" in output, output
 
 
+def test_a_variable_in_the_loss_that_a_resumed_job_does_not_have_ends_it_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks begin with the same variables, so no comparison of ranks shows it. Regression: other weights."""
+    run(tmp_path, "naive", "annealed", monkeypatch, code=Exit.REQUEUE, STOP="1")
+    output, ended = run(tmp_path, "naive", "annealed", monkeypatch, code=Exit.BAD_INPUT)
+    said = (
+        r"the updates depend on seen = 0, as at the first step of the job; at the step before: seen = [12]\."
+    )
+    assert not ended and re.search(f"StepError: {said}", output), output
+
+
 def changed_lines(name: str) -> int:
     """Return how many lines of the adapted script differ from the plain one, without regard to indentation."""
 

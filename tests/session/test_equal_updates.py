@@ -20,7 +20,7 @@ class Numbers:
 
     def scheduled_numbers(self, optimizer: str) -> list[float]:
         """Return the numbers of one optimizer."""
-        return self.of[optimizer]
+        return self.of.get(optimizer, [])
 
     def declares(self, value: object) -> bool:
         """Return whether an object is a trainer: the tests declare those as state."""
@@ -39,7 +39,7 @@ class Rank:
 
     def __init__(self, *, scaled: bool = False, replaces: bool = False, first: bool = False) -> None:
         self.numbers = Numbers()
-        self.checked = EqualUpdates(0 if first else 1, self.numbers, scaled=scaled)
+        self.checked = EqualUpdates(0 if first else 1, self.numbers, scaled=scaled, searches=True)
         if replaces:
             self.checked.joins()
 
@@ -70,7 +70,7 @@ def vote(step: int, ranks: list[Rank], *updates: Mapping[str, float]) -> Tally:
 def commit(ranks: list[Rank]) -> None:
     """Commit the step of the newest vote on all ranks."""
     for rank in ranks:
-        rank.checked.committed()
+        rank.checked.committed(ended=False)
 
 
 D, G = {"d": 0.1}, {"g": 0.1}
@@ -183,3 +183,31 @@ def test_an_attribute_of_state_is_not_compared(caplog: pytest.LogCaptureFixture)
             rank.checked.steps("d", "")
         trainer.count += 1
     assert rank.checked.ballot(Ballot(step=1)).variables == 0 and not caplog.messages
+
+
+def resumed(step: int, seen: int, *, ended: bool = False, mixed: bool = False) -> Rank:
+    """Return a rank of a job that continues at ``step``, where ``seen`` was the script's count at the last vote."""
+    ranks = [Rank(), Rank()]
+    told(ranks, *(loop(rank, 0, 0, 1) for rank in ranks))
+    commit(ranks)
+    told(ranks, loop(ranks[0], step - 1, seen + mixed, step), loop(ranks[1], step - 1, seen, step))
+    for rank in ranks:
+        rank.checked.committed(ended=ended)
+    after = Rank()
+    after.checked.variables.stand_at({"step": step, **ranks[0].checked.variables.kept()})
+    return after
+
+
+@pytest.mark.parametrize("newest", [7, 2])
+def test_a_count_that_begins_again_in_a_resumed_job_is_refused(newest: int) -> None:
+    with pytest.raises(
+        StepError, match=rf"depend on seen = 0, as at the first step.*before: seen = {newest}\."
+    ):
+        loop(resumed(8, newest), 8, 0, 9)
+
+
+def test_a_count_that_goes_on_or_began_with_an_epoch_or_is_of_one_rank_is_not_refused() -> None:
+    loop(resumed(8, 7), 8, 8, 9)
+    loop(resumed(8, 0), 8, 0, 9)
+    loop(resumed(8, 7, ended=True), 8, 0, 9)
+    loop(resumed(8, 7, mixed=True), 8, 0, 9)

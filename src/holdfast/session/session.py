@@ -279,6 +279,7 @@ class Session(ScriptLoops):
         self._loops.stand_at(found.session, found.local, begun=found.begun, before=before)
         self._sections.stand_at(found.session)
         self._finite.stand_at(found.session)
+        self._blocks.variables.stand_at(found.session)
 
     def _open(self) -> None:
         rank, saver = self._rank, self._saver
@@ -544,6 +545,7 @@ class Session(ScriptLoops):
             "section": self._sections.unfinished,
             "lineage": self._saver.lineage.ancestors,
             **self._finite.values(),
+            **self._blocks.variables.kept(),
         }
         return {**collected.values, "session": session}
 

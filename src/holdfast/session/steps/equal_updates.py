@@ -11,11 +11,7 @@ and a difference is no evidence in this job.
 An optimizer that steps after the vote is part of the next ballot. Its update has been made then, so no rank saves its
 state.
 
-A variable in the loss changes the gradients of all ranks alike, because they are summed. So the variables on which the
-updates depend are searched in the source, and their values are compared when a replacement votes for the first time.
-
-After a restart of all ranks, and in a resumed job, all ranks begin with the variables of a start, and no vote shows it.
-A warning at the first update therefore names these variables.
+The variables that the search in the source finds are compared in the same votes (``update_variables.py``).
 
 Invariants:
 1. All ranks come to the same result, because it depends on the tally alone.
@@ -24,32 +20,16 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
-import zlib
 from array import array
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from holdfast.core.worker.vote import STEP_MODULUS, Ballot, Tally
+from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import values_of
-from holdfast.session.steps.deciding_variables import (
-    VARIABLES_MAX,
-    Places,
-    deciding_variables,
-    described,
-    places_in_script,
-)
-
-log = logging.getLogger("holdfast")
-
-_HINT = (
-    "keep what decides about an update in session(state={...}) (a dict that the code changes after "
-    "`if step.committed:`), or compute it from step.number"
-)
+from holdfast.session.steps.update_variables import HINT, UpdateVariables, identified
 
 
 class _Updates(NamedTuple):
@@ -72,27 +52,27 @@ class EqualUpdates:
         rank: number of this rank. Rank 0 warns.
         source: the adapter, if it can describe updates.
         scaled: a gradient scaler may leave out an update on this rank alone.
+        searches: look for variables on which the updates depend.
+
+    Attributes:
+        variables: the check of these variables.
     """
 
-    def __init__(self, rank: int, source: DescribesUpdates | None, *, scaled: bool) -> None:
-        self._first = rank == 0
+    def __init__(self, rank: int, source: DescribesUpdates | None, *, scaled: bool, searches: bool) -> None:
+        self.variables = UpdateVariables(source, on=searches, warns=rank == 0)
         self._source = source
         self._scaled = scaled
         self._replaces = False  # this process has replaced a lost one
         self._uneven = False  # the ranks have made different updates in a vote that was not refused
-        # Variables on which the updates depend, and where the script steps.
-        self._names: dict[str, Places] = {}
         self._known: set[str] = set()  # optimizers that have stepped in this process
-        self._values: dict[str, object] = {}  # of the variables, in the open block
-        self._mixed = False  # the values have differed in a vote that was not refused
-        self._met = False  # the values of this process have been compared
         self._made: dict[str, list[float]] = {}  # in the open block
         # Of the newest vote, and of the step that was committed last.
         self._voted = self._last = _Updates(-1, {}, 0)
 
     def opens(self) -> None:
         """Record that a block begins."""
-        self._made, self._values = {}, {}
+        self._made = {}
+        self.variables.opens()
 
     def joins(self) -> None:
         """Record that this process replaces a lost one."""
@@ -101,34 +81,15 @@ class EqualUpdates:
     def steps(self, optimizer: str, within: str) -> None:
         """Record that ``optimizer`` is about to step, in the update with the name ``within`` (empty: without a name).
 
-        At its first step in this process, warn of variables that decide about it.
+        Raises:
+            StepError: this process continues the job, and a variable on which the updates depend has begun again.
         """
         if optimizer not in self._known:
             self._known.add(optimizer)
-            self._begins()
+            self.variables.search(joins=self._replaces)
         numbers = [] if self._source is None else self._source.scheduled_numbers(optimizer)
         self._made[f"{within}/{optimizer}" if within else optimizer] = numbers
-        if self._names and not self._values:
-            self._values = {name: value for name, value in values_of(self._names).items() if _is_plain(value)}
-
-    def _begins(self) -> None:
-        places = places_in_script()
-        found = [name for name in deciding_variables(places, update=True) if not self._declared(name)]
-        self._names.update(dict.fromkeys(found, places))
-        names = [name for name, value in values_of(found).items() if _is_plain(value)]
-        if names and self._first and not self._replaces:
-            log.warning(
-                "holdfast: the updates depend on %s (%s), and a process that joins or resumes begins with the value "
-                "of a start: %s",
-                ", ".join(names[:VARIABLES_MAX]),
-                described(places),
-                _HINT,
-            )
-
-    def _declared(self, name: str) -> bool:
-        """Return whether the owner of an attribute (``self`` of ``self.tick``) is state of the session."""
-        owner, dot, _ = name.partition(".")
-        return bool(dot) and self._source is not None and self._source.declares(values_of([owner]).get(owner))
+        self.variables.look(joins=self._replaces)
 
     def ballot(self, ballot: Ballot) -> Ballot:
         """Return ``ballot`` with the updates of this rank."""
@@ -140,9 +101,9 @@ class EqualUpdates:
             earlier=self._last.number if self._last.step == ballot.step - 1 else 0,
             uneven=self._uneven,
             replaces=self._replaces,
-            joins=self._replaces and not self._met,
-            mixed=self._mixed,
-            variables=_identified(repr(sorted(self._values.items())).encode()) if self._values else 0,
+            joins=self._replaces and self.variables.unmet,
+            mixed=self.variables.mixed,
+            variables=self.variables.number(),
         )
 
     def read(self, tally: Tally, step: int) -> None:
@@ -152,61 +113,48 @@ class EqualUpdates:
             StepError: the difference comes from a replacement. No rank makes the update of the vote.
         """
         if tally.diverged:
-            raise StepError(f"step {step}: {self._described(self._made)}", hint=_HINT)
+            raise StepError(f"step {step}: {self._described(self._made)}", hint=HINT)
         if tally.began_again:
-            values = ", ".join(
-                f"{name} = {value!r}" for name, value in list(self._values.items())[:VARIABLES_MAX]
-            )
-            where = "".join({f" ({described(places)})" for places in self._names.values()})
             raise StepError(
-                f"step {step}: the updates depend on variables of the script (here {values or 'none'}{where}), and not "
-                f"all ranks have the same values. {self._cause()}",
-                hint=_HINT,
+                f"step {step}: the updates depend on variables of the script (here {self.variables.described()}), and "
+                f"not all ranks have the same values. {self._cause()}",
+                hint=HINT,
             )
         if tally.diverged_earlier:
             raise StepError(
                 f"step {step - 1}: {self._described(self._last.numbers)}. A checkpoint of step {step} would hold this "
                 "update; no rank saves one now",
-                hint=_HINT,
+                hint=HINT,
             )
         self._uneven = self._uneven or tally.uneven
-        self._mixed = self._mixed or tally.mixed
-        self._met = self._met or (tally.passed and bool(self._values))
+        if tally.passed:
+            self.variables.voted(mixed=tally.mixed)
 
-    def committed(self) -> None:
-        """Record that the step of the newest vote, whose block has just ended, is committed."""
+    def committed(self, *, ended: bool) -> None:
+        """Record that the step of the newest vote, whose block has just ended, is committed.
+
+        Args:
+            ended: an epoch has ended with it.
+        """
         voted = self._voted
         late = len(self._made) > len(voted.numbers)
         self._last = voted._replace(numbers=self._made, number=self._number()) if late else voted
+        self.variables.committed(ended=ended)
 
     def _number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the updates of the block; 0: not compared."""
         if self._scaled and not self._made:
             return 0
         made = {name: array("d", self._made[name]).tobytes() for name in sorted(self._made)}
-        return _identified(*(part for name, numbers in made.items() for part in (name.encode(), numbers)))
+        return identified(*(part for name, numbers in made.items() for part in (name.encode(), numbers)))
 
     def _described(self, updates: Mapping[str, list[float]]) -> str:
         steps = [f"{name!r}{f' (lr {numbers[0]:g})' if numbers else ''}" for name, numbers in updates.items()]
         does = f"steps {', '.join(steps)}" if steps else "makes no update"
-        because = (
-            f"; the updates depend on {', '.join(list(self._names)[:VARIABLES_MAX])}" if self._names else ""
-        )
+        names = self.variables.names()
+        because = f"; the updates depend on {names}" if names else ""
         return f"this rank {does}, and not all ranks do the same. {self._cause()}{because}"
 
     def _cause(self) -> str:
         whose = "this process" if self._replaces else "another process"
         return f"The cause: {whose} has replaced a lost one, and begins with the variables of a start"
-
-
-def _identified(*parts: bytes) -> int:
-    """Return a number from 1 to STEP_MODULUS - 1 that identifies ``parts``."""
-    found = 0
-    for part in parts:
-        found = zlib.crc32(part, found)
-    return found % (STEP_MODULUS - 1) + 1
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether ``value`` is a bool, number or string. Other values may be state of the session."""
-    return isinstance(value, bool | int | float | str)

@@ -38,6 +38,7 @@ from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
 from holdfast.session.steps.unassigned_variables import bind
+from holdfast.session.steps.update_variables import UpdateVariables
 from holdfast.session.steps.voting import VoteCaster
 
 
@@ -262,9 +263,16 @@ class StepRunner:
         self._went_back = False  # the open block has made a backward pass
         self._left = ""  # the exception by which the script left a block, in words
         self._empty = EmptyBlocks()
-        self._equal = EqualUpdates(adapter.rank, self._able.describes, scaled=adapter.scaled)
+        self._equal = EqualUpdates(
+            adapter.rank, self._able.describes, scaled=adapter.scaled, searches=verify[0] > 0
+        )
         # Step and block index of the newest rehearsal without a backward pass and an update.
         self._idle = (-1, 0)
+
+    @property
+    def variables(self) -> UpdateVariables:
+        """The check of the script's variables on which the updates depend."""
+        return self._equal.variables
 
     @property
     def current(self) -> Step | None:
@@ -564,10 +572,10 @@ class StepRunner:
 
     def _commit(self, step: Step) -> None:
         self._adapter.end()
+        self._equal.committed(ended=step.last_in_epoch)  # a part of the state that is kept now
         self._rank.commit(self._owner.before_ready(self._tally))
         self._current = None
         step.committed = True
-        self._equal.committed()
         self._note_empty(step)
         self._owner.after_ready(step, self._tally)
 

@@ -1,0 +1,200 @@
+"""The variables of a script on which its updates depend, and the check that they continue with the job.
+
+Theory. A script may decide by variables of its own about an update, a learning rate or a part of the loss. A process
+that joins or continues a job runs the script from its top, and begins with the variables of a start. A variable in the
+loss changes the gradients of all ranks alike, because they are summed. So no comparison of the state shows it. The
+source is searched for such variables, and their values are compared:
+
+- between the ranks, when a replacement votes for the first time (``equal_updates.py``);
+- with the state, in a process that continues the job. The state holds the values at the first step of the job and at
+  the newest one. A variable that has its first value again, but had another one at the step before, is refused. If an
+  epoch ended with that step, nothing is refused, because the variable may count the steps of an epoch.
+
+A warning at the first update names the variables before any fault.
+
+Invariant: nothing is refused after the ranks have differed in the values. Then the variables are those of each rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from holdfast.core.worker.vote import STEP_MODULUS
+from holdfast.errors import StepError
+from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.runtime.worker.script_frames import values_of
+from holdfast.session.steps.deciding_variables import (
+    VARIABLES_MAX,
+    Places,
+    deciding_variables,
+    described,
+    places_in_script,
+)
+
+log = logging.getLogger("holdfast")
+
+KEY = "update_variables"
+"""Key, in the session's plain values, of variables on which the updates depend."""
+
+TEXT_LENGTH_MAX = 200
+HINT = (
+    "keep what decides about an update in session(state={...}) (a dict that the code changes after "
+    "`if step.committed:`), or compute it from step.number"
+)
+_Plain = bool | int | float | str
+
+
+class _History(NamedTuple):
+    """The values of variables at the first step of the job and at the newest one.
+
+    Attributes:
+        ended: an epoch ended with the newest step.
+    """
+
+    first: Mapping[str, _Plain] = {}
+    newest: Mapping[str, _Plain] = {}
+    ended: bool = False
+
+
+class UpdateVariables:
+    """The check of the variables on which one rank's updates depend.
+
+    Args:
+        on: False: no variables are searched, so nothing is checked.
+        source: the adapter, if it can describe updates.
+        warns: this rank warns of the variables.
+    """
+
+    def __init__(self, source: DescribesUpdates | None, *, on: bool, warns: bool) -> None:
+        self._on = on
+        self._source = source
+        self._warns = warns
+        self._names: dict[str, Places] = {}  # and the place where the script steps an optimizer
+        self._values: dict[str, _Plain] = {}  # in the open block
+        self._history = _History()
+        self._continues = False  # this process has not committed a step after it has taken over the history
+        self._mixed = False  # the ranks have had different values
+        self._met = False  # the values of this process have been compared with those of other ranks
+
+    def opens(self) -> None:
+        """Record that a block begins."""
+        self._values = {}
+
+    def search(self, *, joins: bool) -> None:
+        """Search the source for variables on which the optimizer that now steps for the first time depends.
+
+        Args:
+            joins: this process replaces a lost one. It does not warn: the other ranks wait for it.
+        """
+        if not self._on:
+            return
+        places = places_in_script()
+        found = [name for name in deciding_variables(places, update=True) if not self._declared(name)]
+        self._names.update(dict.fromkeys(found, places))
+        names = list(_plain(values_of(found)))
+        if names and self._warns and not joins:
+            log.warning(
+                "holdfast: the updates depend on %s (%s), and a process that joins or resumes begins with the value "
+                "of a start: %s",
+                ", ".join(names[:VARIABLES_MAX]),
+                described(places),
+                HINT,
+            )
+
+    def look(self, *, joins: bool) -> None:
+        """Read the values at the first update of a block.
+
+        Raises:
+            StepError: this process continues the job, and a variable has begun again.
+        """
+        if not self._names or self._values:
+            return
+        self._values = _plain(values_of(self._names))
+        first, newest, ended = self._history
+        again = [
+            name
+            for name, value in self._values.items()
+            if first.get(name) == value != newest.get(name, value)
+        ]
+        if again and self._continues and not ended and not joins:
+            raise StepError(
+                f"the updates depend on {_shown({name: self._values[name] for name in again})}, as at the first step "
+                f"of the job; at the step before: {_shown({name: newest[name] for name in again})}. This process "
+                "continues the job, and begins with the variables of a start",
+                hint=f"{HINT}; session(verify_block=0) leaves out this check",
+            )
+
+    def number(self) -> int:
+        """Return a number from 1 to STEP_MODULUS - 1 that identifies the values; 0: there are none."""
+        return identified(repr(sorted(self._values.items())).encode()) if self._values else 0
+
+    @property
+    def unmet(self) -> bool:
+        """True if the values of this process have not been compared with those of other ranks."""
+        return not self._met
+
+    @property
+    def mixed(self) -> bool:
+        """True if the ranks have had different values in a vote that passed."""
+        return self._mixed
+
+    def voted(self, *, mixed: bool) -> None:
+        """Record that a vote has passed. ``mixed``: the ranks have different values."""
+        self._mixed = self._mixed or mixed
+        self._met = self._met or bool(self._values)
+
+    def committed(self, *, ended: bool) -> None:
+        """Record that the step is committed. ``ended``: an epoch ends with it."""
+        if self._values:
+            self._history = _History(self._history.first or self._values, self._values, ended)
+        self._continues = False
+
+    def stand_at(self, session: Mapping[str, Any]) -> None:
+        """Take over the values of variables from ``session``, the plain values of the state."""
+        said = session.get(KEY)
+        if isinstance(said, list) and len(said) == len(_History._fields):
+            self._history, self._continues = _History(*said), True
+
+    def kept(self) -> dict[str, Any]:
+        """Return the values of variables under ``KEY``, for the state; empty: there are none, or of one rank each."""
+        return {KEY: list(self._history)} if self._history.first and not self._mixed else {}
+
+    def names(self) -> str:
+        """Return the names of the variables as text; empty: there are none."""
+        return ", ".join(list(self._names)[:VARIABLES_MAX])
+
+    def described(self) -> str:
+        """Return the variables, their values and the places in the script as text."""
+        where = "".join({f" ({described(places)})" for places in self._names.values()})
+        return f"{_shown(self._values) or 'none'}{where}"
+
+    def _declared(self, name: str) -> bool:
+        """Return whether the owner of an attribute (``self`` of ``self.tick``) is state of the session."""
+        owner, dot, _ = name.partition(".")
+        return bool(dot) and self._source is not None and self._source.declares(values_of([owner]).get(owner))
+
+
+def identified(*parts: bytes) -> int:
+    """Return a number from 1 to STEP_MODULUS - 1 that identifies ``parts``."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part, found)
+    return found % (STEP_MODULUS - 1) + 1
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
+    """Return the bools, numbers and short strings in ``values``. Other values may be state of the session."""
+    found: dict[str, _Plain] = {}
+    for name, value in values.items():
+        if isinstance(value, bool) or (isinstance(value, str) and len(value) <= TEXT_LENGTH_MAX):
+            found[name] = value
+        elif isinstance(value, int | float):
+            found[name] = int(value) if isinstance(value, int) else float(value)  # no subclass of NumPy
+    return found
+
+
+def _shown(values: Mapping[str, _Plain]) -> str:
+    return ", ".join(f"{name} = {value!r}" for name, value in list(values.items())[:VARIABLES_MAX])
