@@ -126,3 +126,11 @@ def test_copies_that_an_earlier_update_of_a_replacement_has_changed_are_not_take
 def test_updates_are_compared_among_the_ranks_that_give_a_number() -> None:
     votes = [Ballot(step=5, updates=7), Ballot(step=5, replaces=True), Ballot(step=5, updates=7, earlier=3)]
     assert tally(*votes) == Tally(passed=True)
+
+
+def test_a_cause_with_an_error_of_its_own_is_not_reported_as_a_fault() -> None:
+    """Regression: a replacement with other variables was, and the fence could hide the error on the other ranks."""
+    began_again = tally(Ballot(step=5, variables=3), Ballot(step=5, variables=4, joins=True))
+    diverged = tally(Ballot(step=5, updates=3), Ballot(step=5, updates=4, replaces=True))
+    assert began_again.began_again and began_again.explained and diverged.explained
+    assert not tally(Ballot(step=5), Ballot(step=6)).explained and not tally(Ballot(step=5)).explained

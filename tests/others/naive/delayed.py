@@ -1,4 +1,4 @@
-"""The script ``delayed`` with its counter left in a dict of its own, which a replacement begins again.
+"""The script ``delayed``, whose counter is in a dict that the session does not have: a replacement counts from 0.
 
 Environment variable PLACE: ``behind``: the slow optimizer steps after the vote. ``before``: it steps first. ``rate``:
 the counter decides about a learning rate. ``named``: the same, in a named update. ``momentum``: it decides about a

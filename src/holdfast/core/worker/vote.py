@@ -127,6 +127,11 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     began_again: bool = False  # they are so because a replacement joins; then ``passed`` is False
     reason: str = ""
 
+    @property
+    def explained(self) -> bool:
+        """True if this vote did not pass for a cause that an error or a report of its own names."""
+        return not self.passed and (self.differ or self.nonfinite or self.diverged or self.began_again)
+
     @staticmethod
     def read(vector: list[int], world_size: int) -> Tally:
         """Return the tally of ``vector``, the sum of the encoded ballots of a group of ``world_size`` ranks.
@@ -136,40 +141,41 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         """
         if len(vector) != VECTOR_LENGTH:
             raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
-        count, unsound, leave, save, due, busy, nonfinite, keep, moved, hold = vector[:10]
-        replaces, unevens, total, squares = vector[10:14]
-        plan, plans_squared, digest = vector[25:]
+        said = dict(zip(FIELDS, vector, strict=True))
+        count, unsound, plan = said["count"], said["unsound"], said["plan"]
         if count != world_size:
             return Tally(passed=False, reason=f"{count} of {plural(world_size, 'rank')} voted")
         if unsound != 0:
             return Tally(
                 passed=False, reason=f"{unsound} of {plural(world_size, 'rank')} saw a collective break"
             )
-        if not all_equal(world_size, total, squares):
+        if not all_equal(world_size, said["step"], said["step_squared"]):
             return Tally(passed=False, reason="the ranks are at different steps")
-        compared = plan > 0 and all_equal(world_size, plan, plans_squared)
-        differs_now, differed, mixed = (not all_equal(*vector[at : at + 3]) for at in (14, 17, 22))
-        replaced = replaces > 0 and unevens == 0
+        compared = plan > 0 and all_equal(world_size, plan, said["plan_squared"])
+        differs_now = not all_equal(said["updating"], said["updates"], said["updates_squared"])
+        differed = not all_equal(said["updated_earlier"], said["earlier"], said["earlier_squared"])
+        mixed = not all_equal(said["known"], said["variables"], said["variables_squared"])
+        replaced = said["replaces"] > 0 and said["uneven"] == 0
         # First: such an update with a name is made ahead of the vote, and has made the copies unequal.
         if differs_now and replaced and not differed:
             reason = "a replacement makes other updates than the other ranks"
             return Tally(passed=False, uneven=True, diverged=True, reason=reason)
-        if mixed and vector[20] > 0 and vector[21] == 0:
+        if mixed and said["joins"] > 0 and said["mixed"] == 0:
             reason = "a replacement begins with other variables of the script than the other ranks have"
             return Tally(passed=False, mixed=True, began_again=True, reason=reason)
         diverged_earlier = differed and replaced
-        if compared and digest % DIGEST_MODULUS != 0 and not diverged_earlier:
+        if compared and said["digest"] % DIGEST_MODULUS != 0 and not diverged_earlier:
             return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
         return Tally(
             passed=True,
-            exit=leave > 0,
-            save=save > 0,
-            due=due > 0,
-            busy=busy > 0,
-            nonfinite=nonfinite > 0,
-            keep=keep == world_size,
-            moved=moved > 0,
-            hold=hold > 0,
+            exit=said["exit"] > 0,
+            save=said["save"] > 0,
+            due=said["due"] > 0,
+            busy=said["busy"] > 0,
+            nonfinite=said["nonfinite"] > 0,
+            keep=said["keep"] == world_size,
+            moved=said["moved"] > 0,
+            hold=said["hold"] > 0,
             compared=compared,
             uneven=differs_now or differed,
             diverged_earlier=diverged_earlier,

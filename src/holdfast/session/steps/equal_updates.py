@@ -101,7 +101,7 @@ class EqualUpdates:
             earlier=self._last.number if self._last.step == ballot.step - 1 else 0,
             uneven=self._uneven,
             replaces=self._replaces,
-            joins=self._replaces and self.variables.unmet,
+            joins=self._replaces and not self.variables.met,
             mixed=self.variables.mixed,
             variables=self.variables.number(),
         )

@@ -387,9 +387,7 @@ class StepParticipant:
         with self.changed:
             state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
             self._advanced()
-        if not (
-            tally.passed or tally.differ or tally.nonfinite or tally.diverged
-        ):  # these are reported in detail elsewhere
+        if not (tally.passed or tally.explained):
             self.fault_seen(f"step {self.step}: {tally.reason}")
         return state
 

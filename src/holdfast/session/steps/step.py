@@ -398,7 +398,7 @@ class StepRunner:
         if step.tentative is not None or optimizer in self._able.tentative:
             self._refuse_late(step, optimizer)
             step.note_tentative(optimizer)
-            self._prover.updates(step, f"{step.tentative or optimizer}")
+            self._prover.updates(step, step.tentative or optimizer)
             step.nonfinite = self._finite.look_within(optimizer) or step.nonfinite
             self._adapter.record(optimizer)
             return

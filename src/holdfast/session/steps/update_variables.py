@@ -66,6 +66,10 @@ class UpdateVariables:
         on: False: no variables are searched, so nothing is checked.
         source: the adapter, if it can describe updates.
         warns: this rank warns of the variables.
+
+    Attributes:
+        mixed: the ranks have had different values in a vote that passed.
+        met: the values of this process have been compared with those of other ranks.
     """
 
     def __init__(self, source: DescribesUpdates | None, *, on: bool, warns: bool) -> None:
@@ -76,8 +80,8 @@ class UpdateVariables:
         self._values: dict[str, _Plain] = {}  # in the open block
         self._history = _History()
         self._continues = False  # this process has not committed a step after it has taken over the history
-        self._mixed = False  # the ranks have had different values
-        self._met = False  # the values of this process have been compared with those of other ranks
+        self.mixed = False
+        self.met = False
 
     def opens(self) -> None:
         """Record that a block begins."""
@@ -131,20 +135,10 @@ class UpdateVariables:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the values; 0: there are none."""
         return identified(repr(sorted(self._values.items())).encode()) if self._values else 0
 
-    @property
-    def unmet(self) -> bool:
-        """True if the values of this process have not been compared with those of other ranks."""
-        return not self._met
-
-    @property
-    def mixed(self) -> bool:
-        """True if the ranks have had different values in a vote that passed."""
-        return self._mixed
-
     def voted(self, *, mixed: bool) -> None:
         """Record that a vote has passed. ``mixed``: the ranks have different values."""
-        self._mixed = self._mixed or mixed
-        self._met = self._met or bool(self._values)
+        self.mixed = self.mixed or mixed
+        self.met = self.met or bool(self._values)
 
     def committed(self, *, ended: bool) -> None:
         """Record that the step is committed. ``ended``: an epoch ends with it."""
@@ -160,7 +154,7 @@ class UpdateVariables:
 
     def kept(self) -> dict[str, Any]:
         """Return the values of variables under ``KEY``, for the state; empty: there are none, or of one rank each."""
-        return {KEY: list(self._history)} if self._history.first and not self._mixed else {}
+        return {KEY: list(self._history)} if self._history.first and not self.mixed else {}
 
     def names(self) -> str:
         """Return the names of the variables as text; empty: there are none."""

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.runtime.node.rundir import write_private
 from holdfast.runtime.worker.script_frames import OURS
 
 BYTES_MAX = 16 << 20
@@ -80,13 +81,9 @@ class SetupRecord:
         if size > BYTES_MAX or self._bytes + size > BYTES_IN_ALL_MAX:
             return
         self._bytes += size
-        path = self._path(call)
-        written = path.with_suffix(f".{os.getpid()}")
-        with written.open("wb") as file:
-            file.write(_head(call, tensors) + b"\n")
-            for tensor in tensors:
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        written.replace(path)
+        flat = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)
+        data = b"".join(tensor.numpy().tobytes() for tensor in flat)
+        write_private(self._path(call), _head(call, tensors) + b"\n" + data)
 
     def put_back(self, call: SetupCall, outputs: Any) -> bool:
         """Copy the result that the lost process of this rank got into ``outputs``; return False if it is not kept."""
