@@ -15,7 +15,10 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(1337)
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
-optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+biases = {id(p) for p in model.parameters() if p.ndim < 2}
+weights = [p for p in model.parameters() if id(p) not in biases]
+optimizer = ZeroRedundancyOptimizer(weights, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) in biases], "weight_decay": 0.0})
 
 
 def get_batch() -> tuple[torch.Tensor, torch.Tensor]:

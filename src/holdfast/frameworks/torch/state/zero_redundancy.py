@@ -61,6 +61,10 @@ class ZeroState(OptimizerState):
     def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__(name, optimizer, parameters)
         self.prefix = f"{PREFIX}{name}{SHARDED}"
+        local = local_part(optimizer)
+        for group, own in zip(optimizer.param_groups, local.param_groups if local else (), strict=False):
+            for key, value in own.items():
+                group.setdefault(key, value)  # torch does so at the first step, in groups that were added
 
     @property
     def optimizer(self) -> Optimizer:
