@@ -20,7 +20,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.drill.training import build, parse, rank, workers
 from holdfast.frameworks.torch.comm.backend import fabric
-from holdfast.frameworks.torch.state.rng import reseed
+from holdfast.frameworks.torch.state.rng import Draws, reseed
 
 WARM_UP = 50
 
@@ -51,7 +51,7 @@ def main() -> None:
     parts = build(parse(["--size", given.size]), workers())
     vector = [1, 0, 0, 0, 0, 1, 1]
     votes = timed(lambda _: fabric().reduce_vote(vector), given.steps)
-    seeds = timed(lambda step: reseed(0, rank(), step), given.steps)
+    seeds = timed(lambda step: reseed(0, Draws.same(rank()), step), given.steps)
     steps: list[float] = []
     with holdfast.session(
         model=parts.network, optimizer=parts.optimizer, scheduler=parts.scheduler, resume="never"

@@ -28,7 +28,7 @@ from holdfast.frameworks.torch.data.position import (
     TorchFeed,
     make_source,
 )
-from holdfast.frameworks.torch.state.rng import mix, reseed, sample_seed, seed_all
+from holdfast.frameworks.torch.state.rng import Draws, mix, reseed, sample_seed, seed_all
 from holdfast.store.format.json_values import decode_values, encode_values
 
 pytestmark = pytest.mark.torch
@@ -119,23 +119,23 @@ def draw(feed: TorchFeed, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("kind", list(loaders(0)))
 def test_same_batches_from_any_place(kind: str) -> None:
-    whole = TorchFeed(make_source(loaders(0)[kind], 1, 0))
+    whole = TorchFeed(make_source(loaders(0)[kind], 1, Draws.same(0)))
     count = 16
     batches = draw(whole, count)
     assert whole.place()["epoch"] >= 1
     for start in (1, 4, 7):
-        first = TorchFeed(make_source(loaders(0)[kind], 1, 0))
+        first = TorchFeed(make_source(loaders(0)[kind], 1, Draws.same(0)))
         draw(first, start)
         place = first.place()
         seed_all(start)
-        second = TorchFeed(make_source(loaders(0)[kind], 1, 0))
+        second = TorchFeed(make_source(loaders(0)[kind], 1, Draws.same(0)))
         second.seek(place)
         assert draw(second, count - start) == batches[start:]
 
 
 def test_worker_processes_do_not_change_the_data() -> None:
     for kind in ("shuffle", "distributed", "endless"):
-        here, there = (TorchFeed(make_source(loaders(n)[kind], 1, 0)) for n in (0, 2))
+        here, there = (TorchFeed(make_source(loaders(n)[kind], 1, Draws.same(0))) for n in (0, 2))
         assert draw(here, 4) == draw(there, 4)
         there.close()
 
@@ -143,7 +143,9 @@ def test_worker_processes_do_not_change_the_data() -> None:
 def test_a_loader_that_repeats_keeps_its_workers_and_gets_the_epoch() -> None:
     """YOLO's loader draws the first batches of each epoch before ``set_epoch``; the session draws them after it."""
     loader: Any = loaders(2)["endless distributed"]
-    feed, other = (TorchFeed(make_source(each, 1, 1)) for each in (loader, loaders(0)["distributed"]))
+    feed, other = (
+        TorchFeed(make_source(each, 1, Draws.same(1))) for each in (loader, loaders(0)["distributed"])
+    )
     source: Any = feed._source
     assert isinstance(source, MapSource) and source.length == len(loader) == 3
     ours = draw(feed, 3)
@@ -156,7 +158,7 @@ def test_a_loader_that_repeats_keeps_its_workers_and_gets_the_epoch() -> None:
 
 def test_skipped_samples_are_not_read() -> None:
     loader = loaders(0)["plain"]
-    feed = TorchFeed(make_source(loader, 1, 0))
+    feed = TorchFeed(make_source(loader, 1, Draws.same(0)))
     feed.seek({"epoch": 2, "batch": 3})
     feed.draw()
     assert loader.dataset.read == [9, 10, 11]
@@ -165,7 +167,7 @@ def test_skipped_samples_are_not_read() -> None:
 def test_order_is_a_function_of_seed_and_epoch() -> None:
     def order(seed: int, rank: int = 0, epoch: int = 0) -> Any:
         loader = loaders(0)["shuffle"]
-        feed = TorchFeed(make_source(loader, seed, rank))
+        feed = TorchFeed(make_source(loader, seed, Draws.same(rank)))
         feed.seek({"epoch": epoch, "batch": 0})
         return [b[0] for b in draw(feed, 4)]
 
@@ -176,7 +178,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 def test_distributed_order_is_torchs_own() -> None:
     data = Items()
     sampler: DistributedSampler[Any] = DistributedSampler(data, 2, 1, seed=3)
-    feed = TorchFeed(make_source(DataLoader(data, 2, sampler=sampler), 1, 1))
+    feed = TorchFeed(make_source(DataLoader(data, 2, sampler=sampler), 1, Draws.same(1)))
     feed.seek({"epoch": 4, "batch": 0})
     ours = [int(i) for _ in range(3) for i in feed.draw()[0]]
     sampler.set_epoch(4)
@@ -184,13 +186,13 @@ def test_distributed_order_is_torchs_own() -> None:
 
 
 def test_epochs_and_ends() -> None:
-    feed = TorchFeed(make_source(loaders(0)["plain"], 1, 0))
+    feed = TorchFeed(make_source(loaders(0)["plain"], 1, Draws.same(0)))
     seen = []
     for _ in range(6):
         feed.draw()
         seen.append((feed.epoch, feed.last_in_epoch))
     assert seen == [(0, False)] * 4 + [(0, True), (1, False)]
-    short = TorchFeed(make_source(loaders(0)["plain"], 1, 0))
+    short = TorchFeed(make_source(loaders(0)["plain"], 1, Draws.same(0)))
     for _ in range(5):
         short.draw(1)
     with pytest.raises(StopIteration):
@@ -198,14 +200,14 @@ def test_epochs_and_ends() -> None:
     empties: list[Any] = [[], DataLoader(Items(), 20, drop_last=True)]
     for empty in empties:
         with pytest.raises(EmptyLoaderError, match="no batch"):
-            TorchFeed(make_source(empty, 1, 0)).draw()
+            TorchFeed(make_source(empty, 1, Draws.same(0))).draw()
     with pytest.raises(UsageError, match="iterator"):
-        make_source(iter([1]), 1, 0)
+        make_source(iter([1]), 1, Draws.same(0))
     with pytest.raises(UsageError, match="a OneShot, a DataLoader that is its own iterator") as own:
-        make_source(OneShot(Items()), 1, 0)
+        make_source(OneShot(Items()), 1, Draws.same(0))
     assert "sampler=loader.sampler" in str(own.value.hint)
     with pytest.raises(UsageError, match="cannot be iterated"):
-        make_source(3, 1, 0)
+        make_source(3, 1, Draws.same(0))
 
 
 class OneShot(DataLoader[Any]):
@@ -219,14 +221,14 @@ class OneShot(DataLoader[Any]):
 
 
 def test_replay_warns(caplog: pytest.LogCaptureFixture) -> None:
-    source = make_source(loaders(0)["stream"], 1, 0)
+    source = make_source(loaders(0)["stream"], 1, Draws.same(0))
     assert isinstance(source, ReplaySource)
     feed = TorchFeed(source)
     feed.seek({"epoch": 0, "batch": 2})
     with caplog.at_level(logging.WARNING, "holdfast"):
         feed.draw()
     assert "reading 2 batches again" in caplog.text
-    assert isinstance(make_source(loaders(0)["plain"], 1, 0), MapSource)
+    assert isinstance(make_source(loaders(0)["plain"], 1, Draws.same(0)), MapSource)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -237,7 +239,7 @@ def test_stateful_loader(workers: int) -> None:
     def feed() -> TorchFeed:
         torch.manual_seed(0)  # the sampler draws a seed when it is constructed
         loader = StatefulDataLoader(list(range(12)), batch_size=3, shuffle=True, num_workers=workers)
-        source = make_source(loader, 1, 0)
+        source = make_source(loader, 1, Draws.same(0))
         assert isinstance(source, StatefulSource)
         return TorchFeed(source)
 
@@ -260,9 +262,9 @@ def test_seeds() -> None:
     assert mix(1, 2) != mix(2, 1) and mix(0) != mix(0, 0)
     seeds = {sample_seed(1, e, i) for e in range(20) for i in range(200)}
     assert len(seeds) == 4000 and all(0 <= s < 2**63 for s in seeds)
-    reseed(1, 0, 5)
+    reseed(1, Draws.same(0), 5)
     first = torch.rand(2), random.random(), np.random.rand()
-    reseed(1, 0, 5)
+    reseed(1, Draws.same(0), 5)
     assert torch.equal(first[0], torch.rand(2)) and first[1:] == (random.random(), np.random.rand())
 
 
@@ -272,7 +274,7 @@ def test_second_feed_of_a_loader_draws_what_a_new_process_would() -> None:
         return DataLoader(Items(), 3, sampler=RandomSampler(Items(), generator=generator))
 
     def order(loader: DataLoader[Any]) -> list[float]:
-        feed = TorchFeed(make_source(loader, 1, 0))
+        feed = TorchFeed(make_source(loader, 1, Draws.same(0)))
         return [x for _ in range(8) for x in feed.draw()[0].tolist()]
 
     loader = made()

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from holdfast.frameworks.common.adapter import DataIdentity
 from holdfast.frameworks.torch.data.dataset_identity import identity
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
+from holdfast.frameworks.torch.state.rng import Draws
 
 pytestmark = pytest.mark.torch
 
@@ -91,7 +92,7 @@ def test_differences_in_words() -> None:
 
 def test_what_is_dealt_to_ranks_is_shared() -> None:
     def of(loader: Any) -> DataIdentity | None:
-        return TorchFeed(make_source(loader, 0, 0)).identity()
+        return TorchFeed(make_source(loader, 0, Draws.same(0))).identity()
 
     data = Code("a")
     dealt = of(DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0)))

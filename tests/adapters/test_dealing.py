@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
+from holdfast.frameworks.torch.state.rng import Draws
 
 pytestmark = pytest.mark.torch
 
@@ -44,7 +45,7 @@ def job(length: int, ranks: int, batch: int, drop_last: bool = False) -> list[To
     for rank in range(ranks):
         sampler: Sampler[Any] = DistributedSampler(data, ranks, rank, seed=3, drop_last=drop_last)
         loader = DataLoader(data, batch, sampler=sampler, drop_last=drop_last)
-        feeds.append(TorchFeed(make_source(loader, 7, rank)))
+        feeds.append(TorchFeed(make_source(loader, 7, Draws.same(rank))))
     return feeds
 
 
@@ -77,7 +78,7 @@ def dealt(length: int, ranks: int, batch: int, *, seeded: bool) -> list[TorchFee
             SubsetRandomSampler(range(length), torch.Generator().manual_seed(5) if seeded else None)
         )
         loader = DataLoader(data, batch, sampler=Dealer(drawn, ranks, rank))  # type: ignore[arg-type]
-        feeds.append(TorchFeed(make_source(loader, 7, rank)))
+        feeds.append(TorchFeed(make_source(loader, 7, Draws.same(rank))))
     return feeds
 
 
@@ -187,9 +188,9 @@ def test_ranks_deal_one_order_of_another_sampler(seeded: bool) -> None:
 
 def test_a_sampler_that_is_not_dealt_gives_every_rank_the_same_place() -> None:
     data = Numbers(20)
-    feed = TorchFeed(make_source(DataLoader(data, 4), 7, 0))
+    feed = TorchFeed(make_source(DataLoader(data, 4), 7, Draws.same(0)))
     feed.draw()
-    again = TorchFeed(make_source(DataLoader(data, 3), 7, 1))
+    again = TorchFeed(make_source(DataLoader(data, 3), 7, Draws.same(1)))
     again.seek(feed.place())
     assert [torch.as_tensor(again.draw()).tolist() for _ in range(2)] == [[4, 5, 6], [7, 8, 9]]
 
@@ -199,7 +200,9 @@ def test_what_deals_in_another_way_keeps_its_batch_number() -> None:
         """A sampler of the user's own."""
 
     data = Numbers(20)
-    feed = TorchFeed(make_source(DataLoader(data, batch_sampler=Buckets(range(20), 4, False)), 7, 0))
+    feed = TorchFeed(
+        make_source(DataLoader(data, batch_sampler=Buckets(range(20), 4, False)), 7, Draws.same(0))
+    )
     feed.draw()
     assert set(feed.place()) == {"epoch", "batch"}
     feed.seek({"epoch": 0, "batch": 2, "seen": 999, "share": 1})

@@ -21,7 +21,7 @@ from holdfast.frameworks.common.adapter import Hooks
 from holdfast.frameworks.torch.adapter import TorchAdapter
 from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.state.boxes import byte_view
-from holdfast.frameworks.torch.state.rng import reseed
+from holdfast.frameworks.torch.state.rng import Draws, reseed
 from holdfast.frameworks.torch.state.state import TorchCollected
 from holdfast.store.layouts.box import Extent
 from tests.adapters.worlds import Line
@@ -90,7 +90,7 @@ def rebuilt(line: Line, generations: int, first: int, older: bool) -> list[dict[
 
 def _adapter(numel: int, **extras: Any) -> tuple[TorchAdapter, nn.Module]:
     """Return the adapter and the model, with a weight whose memory is not in C order."""
-    reseed(7, 0, 0)
+    reseed(7, Draws.same(0), 0)
     model = nn.Linear(numel // 512, 512).to(DEVICE)
     model.weight = nn.Parameter(model.weight.detach().t().contiguous().t())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

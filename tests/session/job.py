@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
 from holdfast.frameworks.torch.comm.comm_state import fabric
-from holdfast.frameworks.torch.state.rng import reseed, sample_seed, seed_all
+from holdfast.frameworks.torch.state.rng import Draws, reseed, sample_seed, seed_all
 from holdfast.store.shared_memory import memory_slots
 
 SEED = 7
@@ -312,7 +312,7 @@ def main() -> None:
             data.epoch = epoch
             for batch in loader:
                 if step < arguments.steps:
-                    reseed(SEED, rank, step)
+                    reseed(SEED, Draws.same(0), step)  # the seeds of all ranks are equal
                     update(batch)
                     if step == arguments.clamp:
                         clamp(net)

@@ -29,7 +29,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.exit_codes import Exit
-from holdfast.frameworks.torch.state.rng import reseed
+from holdfast.frameworks.torch.state.rng import Draws, reseed
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.layouts.layout import Box
@@ -103,7 +103,7 @@ def bare(until: int) -> Job:
     while step < until:
         for batch in job.loader:
             if step < until:
-                reseed(5, 0, step)
+                reseed(5, Draws.same(0), step)
                 job.update(batch)
                 step += 1
     return job
@@ -398,7 +398,7 @@ def test_closure_computes_the_gradients_before_the_vote(keyword: bool) -> None:
                         assert s._rank.state == "updating"
             return job
         for step, batch in enumerate(job.loader):
-            reseed(5, 0, step)
+            reseed(5, Draws.same(0), step)
             update(batch, lambda: "compute")
         return job
 

@@ -28,7 +28,7 @@ from holdfast.drill.training import (
     workers,
     write_result,
 )
-from holdfast.frameworks.torch.state.rng import reseed, sample_seed, seed_all
+from holdfast.frameworks.torch.state.rng import Draws, reseed, sample_seed, seed_all
 
 
 class SeededWindows(Dataset[Pair]):
@@ -80,7 +80,7 @@ def main() -> None:
     trace = Trace(settings.trace, rank)
     loss = 0.0
     for step, batch in batches(parts, settings.steps, settings.seed):
-        reseed(settings.seed, rank() if parts.copy is None else parts.copy, step)
+        reseed(settings.seed, Draws.same(0), step)  # the seeds of all ranks are equal
         loss = accumulate(parts, batch)
         average_statistics(parts)
         parts.optimizer.step()

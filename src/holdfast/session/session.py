@@ -28,7 +28,14 @@ from holdfast.errors import (
 )
 from holdfast.exit_codes import Exit
 from holdfast.frameworks.common.adapter import Adapter, Collected
-from holdfast.frameworks.common.optional_abilities import BeginsEqual, HasGroups, StandsIn, TakesParts
+from holdfast.frameworks.common.optional_abilities import (
+    BeginsEqual,
+    HasGroups,
+    SharesRandomNumbers,
+    StandsIn,
+    TakesParts,
+)
+from holdfast.frameworks.common.random_streams import Streams
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.disabled import refuse_session
@@ -205,6 +212,15 @@ class Session(ScriptLoops):
         self._saver.claim(begins=not restarts and not self._rank.joining)
 
     def _load(self, look: Callable[[], Candidates]) -> None:
+        self._resume_or_begin(look)
+        if isinstance(self._adapter, SharesRandomNumbers) and self._adapter.world_size > 1:
+            before = None if self._resumed is None else self._streams_in(self._resumed.session)
+            self._adapter.draw_from(before or self._adapter.compare_generators())
+
+    def _streams_in(self, session: Mapping[str, Any]) -> Streams | None:
+        return Streams.of_plain(session.get("streams"), self._adapter.world_size * self._parts)
+
+    def _resume_or_begin(self, look: Callable[[], Candidates]) -> None:
         search = ResumeSearch(self._adapter, self._client, self._adapter.vote, self._tier.load)
         self._resumed = search.run(look, self.root)
         if self._resumed is None:
@@ -237,7 +253,10 @@ class Session(ScriptLoops):
     def _take_over(self, client: WorkerClient) -> None:
         """Load the state of this newcomer from the survivors or the memory tier, instead of from a checkpoint."""
         order = self._rank.await_receive()
-        self._stand_at(take_over(self._rank, self._adapter, client, self._tier, order))
+        found = take_over(self._rank, self._adapter, client, self._tier, order)
+        self._stand_at(found)
+        if isinstance(self._adapter, SharesRandomNumbers):
+            self._adapter.draw_from(self._streams_in(found.session))
         self._votes.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
@@ -547,6 +566,8 @@ class Session(ScriptLoops):
             **self._finite.values(),
             **self._blocks.variables.kept(),
         }
+        if isinstance(self._adapter, SharesRandomNumbers) and self._adapter.streams is not None:
+            session["streams"] = self._adapter.streams.plain()
         return {**collected.values, "session": session}
 
     def _locals(self) -> dict[str, object]:

@@ -12,6 +12,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
+from holdfast.frameworks.torch.state.rng import Draws
 
 SAMPLES = 46
 
@@ -31,9 +32,9 @@ def main() -> None:
     for epoch in range(2):
         loader.set_epoch(epoch)
         stock += [batch[0].tolist() for batch in loader]
-    feed = TorchFeed(make_source(loader, 5, accelerator.process_index))
+    feed = TorchFeed(make_source(loader, 5, Draws.same(accelerator.process_index)))
     ours = [feed.draw()[0].tolist() for _ in stock]
-    feed = TorchFeed(make_source(loader, 5, accelerator.process_index))
+    feed = TorchFeed(make_source(loader, 5, Draws.same(accelerator.process_index)))
     feed.seek({"epoch": 1, "batch": 1})
     again = [feed.draw()[0].tolist() for _ in stock[len(stock) // 2 + 1 :]]
     text = json.dumps({"stock": stock, "ours": ours, "again": again})

@@ -119,7 +119,9 @@ def main() -> None:
     trained = model if shard is None else shard
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     places = torch.arange(CONTEXT).expand(4, CONTEXT)
-    with holdfast.session(model=trained, optimizer=optimizer) as s:
+    # The search for undeclared state does not know that each step gathers these weights again.
+    extras = {} if shard is None else {"gathered": model}
+    with holdfast.session(model=trained, optimizer=optimizer, state=extras) as s:
         for step in s.steps(until=given.steps):
             with step:
                 # Ranks of one tensor-parallel group draw the same dropout: its seed depends on (step, replica).

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.frameworks.common.adapter import Collected, Feed
+from holdfast.frameworks.common.random_streams import Streams
 from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Box
 from holdfast.store.shared_memory.update_log import Update
@@ -117,6 +118,21 @@ class BeginsEqual(Protocol):
             StateError: copies differ, and are not overwritten; the error names the tensor.
             PeerLost: a rank is gone.
         """
+
+
+@runtime_checkable
+class SharesRandomNumbers(Protocol):
+    """An adapter whose ranks draw the same random numbers if their generators were equal before the job."""
+
+    @property
+    def streams(self) -> Streams | None:
+        """The streams of all copies of the model; None: each copy has streams of its own."""
+
+    def compare_generators(self) -> Streams:
+        """Compare the generators of this rank with those of all ranks, which call it too. Raises: PeerLost."""
+
+    def draw_from(self, streams: Streams | None) -> None:
+        """Draw random numbers from these streams from now on. Set ``streams``."""
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, StepError, UnsupportedError, UsageError
 from holdfast.frameworks.common.adapter import Hooks, OnCollective
+from holdfast.frameworks.common.random_streams import Streams, compare_generators
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm.comm_hooks import refuse_stateful_hooks
@@ -26,7 +27,7 @@ from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
-from holdfast.frameworks.torch.state.data_parallel import copy_of, holds_part, sharded_mesh
+from holdfast.frameworks.torch.state.data_parallel import copies_are_known, copy_of, holds_part, sharded_mesh
 from holdfast.frameworks.torch.state.devices import StateDevices, named_errors
 from holdfast.frameworks.torch.state.equal_start import begin_equal
 from holdfast.frameworks.torch.state.optimizer_state import (
@@ -42,7 +43,7 @@ from holdfast.frameworks.torch.state.parameter_names import (
     modules_of,
     passed_through,
 )
-from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
+from holdfast.frameworks.torch.state.rng import RandomNumbers, generator_digests
 from holdfast.frameworks.torch.state.snapshot import Snapshot
 from holdfast.frameworks.torch.state.state import TorchCollected, TorchRestore, TorchState
 from holdfast.frameworks.torch.state.tensor_digest import digest_of
@@ -103,7 +104,7 @@ class TorchAdapter:
         with exempt():
             self.rank, self.world_size = _place(self.own_groups)
         self._model = model
-        self._seed = seed
+        self._random = RandomNumbers(seed)
         scaler = effective_scaler(scaler)
         self._scaling = Scaling(scaler, extras)
         self.live = self.own_groups and self.world_size > 1
@@ -160,8 +161,24 @@ class TorchAdapter:
         """Take over ``rank`` in this process, which was a spare until now."""
         self.rank = rank
         self.copy = copy_of(self._model, rank, self.world_size)
+        self.draw_from(self.streams)
+
+    @property
+    def streams(self) -> Streams | None:
+        """The streams of random numbers of all copies (``SharesRandomNumbers``)."""
+        return self._random.streams
+
+    def draw_from(self, streams: Streams | None) -> None:
+        """Draw random numbers from these streams from now on (``SharesRandomNumbers``)."""
+        self._random.streams = streams
         if self._feed is not None:
-            self._feed.become(self.copy.number)
+            self._feed.become(self._random.draws(self.copy.number))
+
+    def compare_generators(self) -> Streams:
+        """Compare the generators with those of all ranks (``SharesRandomNumbers``). Raises: PeerLost."""
+        digests = generator_digests(self.state.generators)
+        known = copies_are_known(self._model)
+        return compare_generators(digests, self.rank, self.world_size, self.vote, copies_known=known)
 
     # ------------------------------------------------------------------ hooks
 
@@ -393,7 +410,10 @@ class TorchAdapter:
         """Return the feed that draws batches from ``loader``. Raises: UsageError."""
         stand_in = deferred_rank.current()
         spare = stand_in is not None and not stand_in.called
-        self._feed = TorchFeed(make_source(loader, self._seed, self.copy.number, spare=spare))
+        numbers = self._random
+        self._feed = TorchFeed(
+            make_source(loader, numbers.seed, numbers.draws(self.copy.number), spare=spare)
+        )
         return self._feed
 
     # ------------------------------------------------------------------ step
@@ -455,8 +475,7 @@ class TorchAdapter:
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
         # Number of the copy of the model that computes this part of the step when all ranks are present.
         worker = self.copy.number + self.copy.numbers * part
-        reseed(self._seed, worker, step, between=between)
-        reseed_generators(self.state.generators, self._seed, worker, step, between=between)
+        self._random.begin(worker, step, self.state.generators, between=between)
 
     def expect(self, batches: int | None) -> None:
         """Set the number of batches of the next block (``frameworks.common.optional_abilities.Accumulates``)."""
@@ -629,7 +648,9 @@ class TorchAdapter:
     @property
     def others(self) -> OtherRanksBlocks | None:
         """The object that runs other ranks' blocks in this process; None if this rank holds only a part of a copy."""
-        return None if self.partial else OtherRanksBlocks(self._fabric, self.state, self._seed, self.copy)
+        if self.partial:
+            return None
+        return OtherRanksBlocks(self._fabric, self.state, self._random, self.copy)
 
     def found(self) -> Mapping[str, int]:
         """Return digests of the state from which a block starts, keyed by a description of each value."""

@@ -18,6 +18,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from holdfast.errors import UsageError
 from holdfast.frameworks.torch.data.position import MapSource, TorchFeed
+from holdfast.frameworks.torch.state.rng import Draws
 from holdfast.integrations.huggingface import position
 from holdfast.integrations.huggingface.counted import CountedValues
 from holdfast.integrations.huggingface.losses import ReportedLosses
@@ -73,10 +74,9 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         if self._replay is not None:
             raise UsageError("train() was called before", hint="one train() per protected Trainer")
-        # The last 0 is rank 0, on all ranks: the sampler draws for the whole job, and each rank takes its share.
-        self._feed = TorchFeed(
-            MapSource(trainer.callback_handler.train_dataloader, self._arguments["seed"], 0)
-        )
+        # The same stream on all ranks: the sampler draws for the whole job, and each rank takes its share.
+        loader = trainer.callback_handler.train_dataloader
+        self._feed = TorchFeed(MapSource(loader, self._arguments["seed"], Draws.same(0)))
         outer = trainer.optimizer
         self._replay = replay = Replay(
             model=trainer.model_wrapped, optimizer=getattr(outer, "optimizer", outer),

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from holdfast.errors import UnsupportedError
 from holdfast.frameworks.torch.data.position import Source, make_source
+from holdfast.frameworks.torch.state.rng import Draws
 from holdfast.integrations.drawn_batches import DrawnBatches
 from holdfast.integrations.recorded_calls import is_newcomer
 
@@ -150,7 +151,7 @@ class PositionedLoader:
         self, loader: Any, trainer: pl.Trainer, seed: int, drawn: Callable[[], DrawnBatches]
     ) -> None:
         """Wrap ``loader``. ``drawn`` returns the :class:`DrawnBatches` of this rank once the session is open."""
-        self._source: Source = make_source(loader, seed, trainer.global_rank)
+        self._source: Source = make_source(loader, seed, Draws.same(trainer.global_rank))
         self._loop = trainer.fit_loop
         self._loader = loader
         self._drawn = drawn

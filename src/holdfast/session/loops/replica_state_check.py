@@ -91,8 +91,9 @@ class ReplicaStateCheck:
             said_by = published(client, self._key)
             if copies := all_alike([drawn for *_, drawn in said_by]):
                 log.warning(
-                    "holdfast: all %d copies of the model have drawn the same batch for the first step, so each sample "
-                    "counts %d times: give the loader a DistributedSampler, or let each rank draw data of its own",
+                    "holdfast: all %d copies of the model have drawn the same batch for the first step. If the script "
+                    "splits neither the batch nor the model itself, each sample counts %d times: give the loader a "
+                    "DistributedSampler, or let each rank draw data of its own",
                     copies,
                     copies,
                 )

@@ -24,6 +24,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -37,7 +38,7 @@ from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.data.dataset_identity import identity
 from holdfast.frameworks.torch.data.sampler_order import OrderDeal, SamplerOrder, SeededBatches, SeededDataset
 from holdfast.frameworks.torch.state.boxes import byte_view
-from holdfast.frameworks.torch.state.rng import fetch_seed, order_seed, seed_all
+from holdfast.frameworks.torch.state.rng import Draws, fetch_seed, order_seed, seed_each
 from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
@@ -57,24 +58,28 @@ class Source(ABC):
     Args:
         user: the user's loader.
         seed: seed of the session.
-        rank: number of the copy of the model that the batches are for.
+        draws: the streams of random numbers of the copy of the model that the batches are for.
 
     Attributes:
         length: batches per epoch of this rank; None if not known.
         device: device to which the user's loader moves batches; None: it does not move them.
     """
 
-    def __init__(self, user: Any, seed: int, rank: int) -> None:
+    def __init__(self, user: Any, seed: int, draws: Draws) -> None:
         self.length: int | None = _length(user)
         self.device: torch.device | None = None
         self._user = user
         self._seed = seed
-        self._rank = rank
+        self._draws = draws
         self._iterator: Any = None
 
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Return an iterator over the batches of ``epoch`` without the first ``skip`` batches."""
+
+    def become(self, draws: Draws) -> None:
+        """Draw from the streams ``draws`` from now on."""
+        self._draws = draws
 
     def placed(self, batch: Any) -> Any:
         """Return ``batch`` moved to the device of the user's loader."""
@@ -113,14 +118,13 @@ class Source(ABC):
         before each batch. So the random draws of an iterable in this process do not depend on random draws of the steps
         in between. A sampler draws its order at the first batch.
         """
-        seed_all(order_seed(self._seed, epoch, self._rank))
+        seed_each(self._draws, partial(order_seed, self._seed, epoch))
         self._iterator = iter(self._user)
         for batch in count(first):
-            seed_all(
-                fetch_seed(self._seed, epoch, batch, self._rank)
-                if batch
-                else order_seed(self._seed, epoch, self._rank)
-            )
+            if batch:
+                seed_each(self._draws, partial(fetch_seed, self._seed, epoch, batch))
+            else:
+                seed_each(self._draws, partial(order_seed, self._seed, epoch))
             try:
                 item = next(self._iterator)
             except StopIteration:
@@ -145,16 +149,15 @@ class TorchFeed:
         self.repeatable = isinstance(source, MapSource)
         self.rewinds = True
 
-    def become(self, rank: int) -> None:
-        """Start again at the first batch as ``rank``, in this process, which was a spare until now.
+    def become(self, draws: Draws) -> None:
+        """Start again at the first batch with the streams ``draws``, in this process, which was a spare until now.
 
         The batches drawn before this call were for no rank. Loader workers that are running continue to work for the
         new rank.
         """
         self._iterator = None
         self.position = Position()
-        if isinstance(self._source, MapSource):
-            self._source.become(rank)
+        self._source.become(draws)
 
     def place(self) -> dict[str, int]:
         """Return the position after the last batch drawn, as plain values."""
@@ -216,12 +219,12 @@ class TorchFeed:
         self._source.close()
 
 
-def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> Source:
+def make_source(loader: Any, seed: int, draws: Draws, *, spare: bool = False) -> Source:
     """Return the object that reads batches from the loader that the user gave to ``steps``.
 
     Args:
         seed: seed of the session.
-        rank: number of the copy of the model that the batches are for.
+        draws: the streams of random numbers of the copy of the model that the batches are for.
         spare: True if this process has no rank yet; see :meth:`TorchFeed.become`.
 
     Raises:
@@ -230,17 +233,17 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
     if type(loader).__module__ == "accelerate.data_loader":
         return _prepared_source(loader, seed)
     if type(loader).__name__ == "_FabricDataLoader":  # see `unwrapped`
-        source = make_source(loader._dataloader, seed, rank, spare=spare)
+        source = make_source(loader._dataloader, seed, draws, spare=spare)
         source.device = loader.device
         return source
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return StatefulSource(loader, seed, rank)
+        return StatefulSource(loader, seed, draws)
     if (
         isinstance(loader, DataLoader)
         and (type(loader).__iter__ is DataLoader.__iter__ or _repeats(loader))
         and not isinstance(loader.dataset, IterableDataset)
     ):
-        return MapSource(loader, seed, rank, spare)
+        return MapSource(loader, seed, draws, spare)
     if not hasattr(loader, "__iter__"):
         number_of_steps = f"for {loader} steps: s.steps(until={loader})" if isinstance(loader, int) else ""
         raise UsageError(
@@ -259,7 +262,7 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
             "steps() got an iterator: it has no start to go back to",
             hint="give the iterable that makes it (a DataLoader, a list, an object with __iter__)",
         )
-    return ReplaySource(loader, seed, rank)
+    return ReplaySource(loader, seed, draws)
 
 
 def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
@@ -283,7 +286,7 @@ def _prepared_source(loader: Any, seed: int) -> Source:
             f"steps() got a {type(loader).__name__} of accelerate over an iterable dataset: it has no position",
             hint="give steps() the loader as it was before accelerator.prepare(...)",
         )
-    source = _PreparedSource(loader, seed, 0)
+    source = _PreparedSource(loader, seed, Draws.same(0))
     source.device = getattr(loader, "device", None)
     return source
 
@@ -310,15 +313,15 @@ class MapSource(Source):
     generator is seeded again in each epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int, rank: int, spare: bool = False) -> None:
-        super().__init__(loader, seed, rank)
+    def __init__(self, loader: DataLoader[Any], seed: int, draws: Draws, spare: bool = False) -> None:
+        super().__init__(loader, seed, draws)
         batched = loader.batch_sampler is not None
         inner: Any = loader.batch_sampler if batched else loader.sampler
         self._repeats = _repeats(loader)
         if self._repeats:
             inner = inner.sampler
         self._inner = inner
-        self._order = SamplerOrder(inner, batched, seed, rank)
+        self._order = SamplerOrder(inner, batched, seed, draws)
         self._generator = torch.Generator()
         self._batched = batched
         # Keep the workers of a rehearsal's iterator for the next iterator.
@@ -353,10 +356,10 @@ class MapSource(Source):
     def _keeps_workers(self) -> bool:
         return self._user.persistent_workers or (self._repeats and self._user.num_workers > 0)
 
-    def become(self, rank: int) -> None:
-        """Draw for ``rank`` from now on, in a process that was a spare until now."""
-        self._rank = rank
-        self._order.become(rank)
+    def become(self, draws: Draws) -> None:
+        """Draw from the streams ``draws`` from now on."""
+        super().become(draws)
+        self._order.become(draws)
 
     def identity(self) -> DataIdentity | None:
         """Return the dataset's identity; it is marked as shared if a sampler deals one dataset to the ranks."""
@@ -401,7 +404,7 @@ class MapSource(Source):
         self._order.seen = None
         if self._order.deal is not None and self._start is not None and self._start[0].epoch == epoch:
             self._order.seen = self._seen(self._order.deal, Position(epoch, skip))
-        self._generator.manual_seed(order_seed(self._seed, epoch, self._rank))
+        self._generator.manual_seed(order_seed(self._seed, epoch, self._draws.torch))
         if not self._keeps_workers() and not self._lent:
             private_api.stop_workers(self._iterator)
             if self._loader.persistent_workers:
@@ -451,15 +454,15 @@ def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
 class _PreparedSource(MapSource):
     """A :class:`MapSource` for loaders from ``accelerator.prepare``."""
 
-    def become(self, rank: int) -> None:
+    def become(self, draws: Draws) -> None:
         """Do nothing: every rank draws the same order as rank 0."""
 
 
 class StatefulSource(Source):
     """A loader that has its own position (``state_dict``), different on each rank."""
 
-    def __init__(self, loader: Any, seed: int, rank: int) -> None:
-        super().__init__(loader, seed, rank)
+    def __init__(self, loader: Any, seed: int, draws: Draws) -> None:
+        super().__init__(loader, seed, draws)
         self._restored = False
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
@@ -491,8 +494,8 @@ class StatefulSource(Source):
 class ReplaySource(Source):
     """An iterable that cannot seek: it is read from its start up to the position."""
 
-    def __init__(self, loader: Any, seed: int, rank: int) -> None:
-        super().__init__(loader, seed, rank)
+    def __init__(self, loader: Any, seed: int, draws: Draws) -> None:
+        super().__init__(loader, seed, draws)
         if isinstance(loader, DataLoader) and loader.generator is None:
             loader.generator = torch.Generator()
 
@@ -501,7 +504,7 @@ class ReplaySource(Source):
         loader = self._user
         _set_epoch(epoch, loader, getattr(loader, "dataset", None))
         if isinstance(loader, DataLoader) and isinstance(loader.generator, torch.Generator):
-            loader.generator.manual_seed(order_seed(self._seed, epoch, self._rank))
+            loader.generator.manual_seed(order_seed(self._seed, epoch, self._draws.torch))
         if skip:
             log.warning(
                 "holdfast: %s has no position to go to: reading %s again",

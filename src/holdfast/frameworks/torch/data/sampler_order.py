@@ -37,7 +37,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from holdfast.frameworks.torch.state.rng import isolated, order_seed, sample_seed, seed_all
+from holdfast.frameworks.torch.state.rng import Draws, isolated, order_seed, sample_seed, seed_all, seed_each
 
 
 def chain(sampler: Any) -> Iterator[Any]:
@@ -201,11 +201,11 @@ def _base_seed(generator: torch.Generator) -> int:
 class SamplerOrder:
     """A sampler or batch sampler that starts anywhere in an epoch and adds the epoch to each index."""
 
-    def __init__(self, inner: Any, batched: bool, seed: int, rank: int) -> None:
+    def __init__(self, inner: Any, batched: bool, seed: int, draws: Draws) -> None:
         self._inner = inner
         self._batched = batched
         self._seed = seed
-        self._rank = rank
+        self._draws = draws
         drawn = list(chain(inner))
         self._shared = any(isinstance(sampler, DistributedSampler) for sampler in drawn)
         found = (getattr(sampler, "generator", None) for sampler in drawn)
@@ -217,9 +217,9 @@ class SamplerOrder:
             None  # number of samples of the job after which the rest is dealt again; None: skip batches instead
         )
 
-    def become(self, rank: int) -> None:
-        """Draw for ``rank`` from now on, in a process that was a spare until now."""
-        self._rank = rank
+    def become(self, draws: Draws) -> None:
+        """Draw from the streams ``draws`` from now on."""
+        self._draws = draws
         self.deal = OrderDeal.of(self._inner, self._batched)
 
     def __len__(self) -> int:
@@ -241,7 +241,8 @@ class SamplerOrder:
         for generator, base in self._own.values():
             generator.manual_seed(order_seed(base, epoch, 0))
             _SEEDED[generator] = (base, generator.initial_seed())
-        seed_all(order_seed(self._seed, epoch, 0 if self._shared else self._rank))
+        draws = Draws.same(0) if self._shared else self._draws
+        seed_each(draws, lambda stream: order_seed(self._seed, epoch, stream))
 
     def _walk(self, epoch: int, skip: int) -> Iterator[Any]:
         # Samplers draw most of their numbers at their first index.

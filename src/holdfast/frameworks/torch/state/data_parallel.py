@@ -59,6 +59,16 @@ def copy_of(model: Models, rank: int, world_size: int) -> Copy:
     return Copy(first, world_size)
 
 
+def copies_are_known(model: Models) -> bool:
+    """Return True if wrappers, pipelines or meshes define the copies; False if each rank just counts as a copy."""
+    return (
+        sharded_mesh(model) is not None
+        or bool(data_parallel(model))
+        or any(True for _ in _stage_ranks())
+        or any(True for _ in _split_meshes(model))
+    )
+
+
 def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
     """Return True if this rank computes only a part of ``copy``: of its layers, or of its tensors.
 

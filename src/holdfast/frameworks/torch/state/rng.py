@@ -1,20 +1,24 @@
-"""Random numbers as a function of (seed, rank, step), so that no generator state is saved or restored.
+"""Random numbers as a function of (seed, stream, step), so that no generator state is saved or restored.
 
 Every default generator (``random``, ``numpy.random``, torch on the CPU and on each initialised device) is seeded twice
 per step: when the loop gives the step to the script, and when the block begins. A step that runs again, in this process
-or another, therefore draws the same numbers. Samples of a dataset are seeded from (seed, epoch, index). So they depend
+or another, therefore draws the same numbers. The stream of a rank, for each kind of generator, is chosen by
+``frameworks/common/random_streams.py``. Samples of a dataset are seeded from (seed, epoch, index). So they depend
 neither on the number of loader workers nor on the position at which a job resumes.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
+
+from holdfast.frameworks.common.random_streams import DIGEST_BITS, Streams
 
 _MASK: Final = (1 << 64) - 1
 _STEP: Final = 1
@@ -24,6 +28,33 @@ _FETCH: Final = 4
 _BETWEEN: Final = 5
 
 Generator = torch.Generator | np.random.Generator | random.Random
+
+
+class Draws(NamedTuple):
+    """The numbers of the streams that one copy of the model draws from, by kind of generator.
+
+    Attributes:
+        torch, device, numpy, python: default generators of torch on the CPU and on devices, of NumPy and of ``random``.
+        named: the user's own generators in ``state=``.
+    """
+
+    torch: int
+    device: int
+    numpy: int
+    python: int
+    named: int
+
+    @classmethod
+    def same(cls, number: int) -> Draws:
+        """Return draws from stream ``number`` for all kinds of generators."""
+        return cls(*[number] * len(cls._fields))
+
+    @classmethod
+    def of(cls, streams: Streams | None, copy: int) -> Draws:
+        """Return the streams of copy number ``copy``; ``streams`` of None: each copy has streams of its own."""
+        if streams is None:
+            return cls.same(copy)
+        return cls(*[streams.number(kind, copy) for kind in cls._fields])
 
 
 def mix(*words: int) -> int:
@@ -40,31 +71,79 @@ def mix(*words: int) -> int:
 
 def seed_all(value: int) -> None:
     """Seed the default generators of ``random``, numpy and torch (all initialised devices) from a 63-bit value."""
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(value)
+    seed_each(Draws.same(0), lambda _: value)
+
+
+def seed_each(draws: Draws, seed_of: Callable[[int], int]) -> None:
+    """Seed the default generators of ``random``, numpy and torch, each by its stream.
+
+    Args:
+        draws: numbers of the streams.
+        seed_of: returns the 63-bit seed for the number of a stream.
+    """
+    seeds = {number: seed_of(number) for number in {*draws[:-1]}}
+    random.seed(seeds[draws.python])
+    np.random.seed(seeds[draws.numpy] & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seeds[draws.torch])
     # torch.manual_seed checks every device type on each call: 100 us against 1 us of the line above.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(value)
+        torch.cuda.manual_seed_all(seeds[draws.device])
 
 
-def reseed(seed: int, rank: int, step: int, *, between: bool = False) -> None:
-    """Seed all default generators for one step of ``rank``, as a session does at the start of each block.
+def reseed(seed: int, draws: Draws, step: int, *, between: bool = False) -> None:
+    """Seed all default generators for one step of the streams ``draws``, as a session does at each block.
 
     With ``between``, seed them for the code before the block.
     """
-    seed_all(mix(_BETWEEN if between else _STEP, seed, rank, step))
+    seed_each(draws, lambda number: mix(_BETWEEN if between else _STEP, seed, number, step))
+
+
+def generator_digests(generators: Iterable[tuple[str, Generator]]) -> dict[str, int]:
+    """Return a digest of the present state of each kind of generator (``Draws``); waits for the device.
+
+    Args:
+        generators: the user's own generators, by name.
+    """
+    on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    states: dict[str, object] = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "device": torch.cuda.get_rng_state().numpy().tobytes() if on_device else b"",
+        "numpy": _without_arrays(np.random.get_state(legacy=False)),
+        "python": random.getstate(),
+        "named": [(name, _state_of(generator)) for name, generator in sorted(generators)],
+    }
+    return {
+        kind: xxhash.xxh3_64_intdigest(repr(state).encode()) >> 64 - DIGEST_BITS
+        for kind, state in states.items()
+    }
+
+
+def _state_of(generator: Generator) -> object:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _without_arrays(generator.bit_generator.state)
+
+
+def _without_arrays(value: object) -> object:
+    """Return nested dicts with bytes in place of arrays, whose text may leave out elements."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    return value
 
 
 def reseed_generators(
-    generators: Iterable[tuple[str, Generator]], seed: int, rank: int, step: int, *, between: bool = False
+    generators: Iterable[tuple[str, Generator]], seed: int, stream: int, step: int, *, between: bool = False
 ) -> None:
-    """Seed the user's own generators for one step. The seed of each also depends on its name.
+    """Seed the user's own generators for one step of a stream. The seed of each also depends on its name.
 
     With ``between``, seed them for the code before the block.
     """
     for name, generator in generators:
-        value = mix(_BETWEEN if between else _STEP, seed, rank, step, *name.encode())
+        value = mix(_BETWEEN if between else _STEP, seed, stream, step, *name.encode())
         if isinstance(generator, torch.Generator):
             generator.manual_seed(value)
         elif isinstance(generator, random.Random):
@@ -79,14 +158,44 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     return mix(_SAMPLE, seed, epoch, index)
 
 
-def order_seed(seed: int, epoch: int, rank: int) -> int:
+class RandomNumbers:
+    """The random numbers of the steps of one session.
+
+    Args:
+        seed: seed of the session.
+
+    Attributes:
+        streams: the streams of all copies of the model; None: each copy has streams of its own.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.streams: Streams | None = None
+
+    def draws(self, copy: int) -> Draws:
+        """Return the streams of copy number ``copy`` of the model."""
+        return Draws.of(self.streams, copy)
+
+    def begin(
+        self, copy: int, step: int, named: Iterable[tuple[str, Generator]], *, between: bool = False
+    ) -> None:
+        """Seed the default generators, and the user's ``named`` ones, for one step of copy number ``copy``.
+
+        With ``between``, seed them for the code before the block.
+        """
+        draws = self.draws(copy)
+        reseed(self.seed, draws, step, between=between)
+        reseed_generators(named, self.seed, draws.named, step, between=between)
+
+
+def order_seed(seed: int, epoch: int, stream: int) -> int:
     """Return the seed from which a sampler draws its order in one epoch."""
-    return mix(_ORDER, seed, epoch, rank)
+    return mix(_ORDER, seed, epoch, stream)
 
 
-def fetch_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
+def fetch_seed(seed: int, epoch: int, batch: int, stream: int) -> int:
     """Return the seed for one batch of an iterable of unknown type that draws random numbers in the main process."""
-    return mix(_FETCH, seed, epoch, batch, rank)
+    return mix(_FETCH, seed, epoch, batch, stream)
 
 
 @contextmanager

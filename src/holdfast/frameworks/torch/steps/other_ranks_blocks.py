@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from holdfast.frameworks.common.optional_abilities import Copy
 from holdfast.frameworks.torch.comm.comm_state import CommState
 from holdfast.frameworks.torch.data.position import MapSource, TorchFeed, make_source, unwrapped
-from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
+from holdfast.frameworks.torch.state.rng import RandomNumbers
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.frameworks.torch.steps.block_proof import gradients_in
 from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
@@ -24,20 +24,21 @@ class OtherRanksBlocks:
     Args:
         fabric: sums vectors over all ranks.
         state: state of the session; its gradients are the result of a block.
-        seed: seed of the session.
+        numbers: the random numbers of the session.
         copy: the copy that this process trains.
     """
 
-    def __init__(self, fabric: CommState, state: TorchState, seed: int, copy: Copy) -> None:
+    def __init__(self, fabric: CommState, state: TorchState, numbers: RandomNumbers, copy: Copy) -> None:
         self._fabric = fabric
         self._state = state
-        self._seed = seed
+        self._random = numbers
         self.copy, self.numbers = copy
 
     def feed(self, loader: Any, copy: int) -> TorchFeed | None:
         """Return the batches that copy number ``copy`` draws from the same loader; None if they are not known."""
         loader, device = unwrapped(loader)
-        if not isinstance(loader, DataLoader) or type(make_source(loader, self._seed, copy)) is not MapSource:
+        seed, draws = self._random.seed, self._random.draws(copy)
+        if not isinstance(loader, DataLoader) or type(make_source(loader, seed, draws)) is not MapSource:
             return None
         sampler: Any = loader.sampler
         shares = isinstance(sampler, DistributedSampler) and type(loader.batch_sampler) is BatchSampler
@@ -50,15 +51,14 @@ class OtherRanksBlocks:
                 loader.dataset, loader.batch_size, sampler=other, drop_last=loader.drop_last,
                 collate_fn=loader.collate_fn, generator=loader.generator,
             ),
-            self._seed, copy,
+            seed, draws,
         )  # fmt: skip
         source.device = device
         return TorchFeed(source)
 
     def act_as(self, copy: int, step: int) -> None:
         """Seed the next block with the random numbers of copy number ``copy`` at ``step``."""
-        reseed(self._seed, copy, step)
-        reseed_generators(self._state.generators, self._seed, copy, step)
+        self._random.begin(copy, step, self._state.generators)
 
     def gradients(self) -> int | None:
         """Return the 64-bit digest of all present gradients; None if there are none."""

@@ -1,0 +1,54 @@
+"""A pipeline by hand: the first stage reads the inputs and the second one the targets, both from the same loader."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.others.beat import beat, end, long
+
+EPOCHS = long(3)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(7)
+whole = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+stage = nn.Sequential()
+for number in (0, 1, 2) if rank == 0 else (3,):
+    stage.add_module(str(number), whole[number])
+optimizer = torch.optim.AdamW(stage.parameters(), lr=0.05)
+inputs = torch.randn(40, 6)
+loader = DataLoader(TensorDataset(inputs, inputs[:, :4], torch.arange(40.0)), batch_size=8, shuffle=True)
+
+
+def train(x: torch.Tensor, y: torch.Tensor, samples: torch.Tensor) -> None:
+    """Update this rank's stage with one batch."""
+    optimizer.zero_grad()
+    hidden, other = torch.empty(8, 16), torch.empty(8)
+    if rank == 0:
+        hidden = stage(x)
+        gradient = torch.empty_like(hidden)
+        dist.send(samples, 1)
+        dist.send(hidden.detach(), 1)
+        dist.recv(gradient, 1)
+        hidden.backward(gradient)
+    else:
+        dist.recv(other, 0)
+        dist.recv(hidden, 0)
+        assert torch.equal(other, samples), "the stages have read other samples"
+        nn.functional.mse_loss(stage(hidden.requires_grad_()), y).backward()  # type: ignore[no-untyped-call]
+        assert hidden.grad is not None
+        dist.send(hidden.grad, 0)
+    optimizer.step()
+
+
+number = 0
+for _ in range(EPOCHS):
+    for x, y, samples in loader:
+        beat(number)
+        train(x, y, samples)
+        number += 1
+
+end(stage)
+dist.destroy_process_group()
