@@ -43,6 +43,7 @@ class LocalClient:
     joining = False
     shared: Path | None = None
     directory: Path | None = None
+    several_nodes = False
     flight: Flight | None = None
 
     def __init__(self, server: KvServer) -> None:

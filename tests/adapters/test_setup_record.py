@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.core.ids import Generation
+from holdfast.core.protocol.messages import KvReply
 from holdfast.frameworks.torch.comm import setup_record
 from holdfast.frameworks.torch.comm.setup_record import SetupCall, SetupRecord
+from holdfast.runtime.node.flight_recorder import Flight
 
 pytestmark = pytest.mark.torch
 CALL = SetupCall("all_gather", "world.0", 1, 0)
@@ -44,3 +47,40 @@ def test_weights_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(setup_record, "BYTES_MAX", 8)
     SetupRecord(tmp_path).keep(CALL, [torch.ones(3)])
     assert not list(tmp_path.iterdir())
+
+
+class Store:
+    """The key-value store of a job with several nodes."""
+
+    generation, rank, world_size, joining = Generation(1, 1), 0, 2, False
+    shared: Path | None = None
+    directory: Path | None = None
+    flight: Flight | None = None
+    several_nodes = True
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def kv(
+        self, op: str, keys: tuple[str, ...] = (), value: bytes = b"", *_: object, **__: object
+    ) -> KvReply:
+        if op == "set":
+            self.values[keys[0]] = value
+        return KvReply(1, self.values.get(keys[0], b""))
+
+
+def test_a_replacement_on_another_node_gets_small_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_record, "STORED_BYTES_MAX", 16)
+    here, there, store = tmp_path / "here", tmp_path / "there", Store()
+    here.mkdir()
+    there.mkdir()
+    record = SetupRecord(here, store)
+    record.keep(CALL, [torch.ones(4)])
+    record.keep(CALL._replace(number=1), [torch.ones(5)])
+    found = torch.zeros(4), torch.zeros(5)
+    again = SetupRecord(there, store)
+    assert again.put_back(CALL, [found[0]]) and found[0].all()
+    assert not again.put_back(CALL._replace(number=1), [found[1]]) and not found[1].any()
+    assert not SetupRecord(there).put_back(CALL, [found[0]])

@@ -89,6 +89,7 @@ class Line:
         self.joining = False
         self.shared: Path | None = None  # if a scenario sets this, votes use a board in shared memory
         self.directory: Path | None = None
+        self.several_nodes = False
         self.flight: Flight | None = None
         self.orders: dict[str, Callable[[Order], None]] = {}
         self._sock = sock

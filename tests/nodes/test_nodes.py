@@ -47,10 +47,10 @@ else:
 """A script in which rank 0 stores a key and ends. The other ranks read the key after the file ``enough`` exists."""
 
 
-def alone(base: Path, steps: int, workers: int = 2) -> str:
+def alone(base: Path, steps: int, workers: int = 2, text: str = TRAIN) -> str:
     """Run the same training undisturbed on one node. Return the digest of the final weights."""
     script = base / "alone.py"
-    script.write_text(TRAIN)
+    script.write_text(text)
     subprocess.run(
         [HOLDFAST, "run", "--nproc-per-node", str(workers), "--run-dir", str(base / "alone"), str(script), str(steps),
          "0", str(base / "alone-out")], cwd=base, env=clean_environment(), check=True, capture_output=True, timeout=60,

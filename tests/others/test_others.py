@@ -77,6 +77,15 @@ def test_stages_of_a_pipeline_by_hand_read_the_same_samples(
     assert "2 faults, 0 steps lost" in output and len(ended) == 2, output
 
 
+def test_parts_of_a_model_with_the_same_names_end_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No save could hold both. Regression: the run ended at its last save, and all its steps were lost."""
+    output, ended = run(tmp_path, "naive", "staged", monkeypatch, code=Exit.BAD_INPUT)
+    said = r"StateError: step \d: no rank could save this state, .*'0.weight': rank 0 declares F32 \[16, 6\], rank 1"
+    assert re.search(said, output) and "names, those of the whole model" in output and not ended, output
+
+
 def test_a_death_in_the_middle_of_an_update_that_communicates_undoes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

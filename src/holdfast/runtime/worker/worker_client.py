@@ -44,6 +44,7 @@ from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import agent_of
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.flight_recorder import Flight
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.status_page import Page
 from holdfast.wire import MESSAGES, WireMessage
@@ -165,6 +166,11 @@ class WorkerClient:
                 "second script loads the first one's weights with holdfast.load(path, model)",
             )
         self._has_session = True
+
+    @property
+    def several_nodes(self) -> bool:
+        """True if the job has, or may get, several nodes."""
+        return self.run_dir is not None and RunSettings.load(self.run_dir).several
 
     def start(self) -> None:
         """Start the client thread and the task thread, and make :meth:`current` return this client."""

@@ -142,6 +142,8 @@ class MemoryTier:
         """Return whether this rank votes to keep its state of ``step``: a copy is due, or (AUTO) affordable.
 
         AUTO: no interval is given. With several nodes, the previous kept state must first have arrived on another node.
+
+        Raises: StateError: the layouts of the ranks contradict each other.
         """
         if not self._said or (self.on and self._rank.catalogue_version > self._version):
             self._look()
@@ -198,7 +200,10 @@ class MemoryTier:
         return Stamp(values, collected.writes() if isinstance(collected, CountsWrites) else ())
 
     def _look(self) -> None:
-        """When newer layouts of all ranks are known, find out whether some box has only one holder."""
+        """When newer layouts of all ranks are known, find out whether some box has only one holder.
+
+        Raises: StateError: the layouts contradict each other.
+        """
         rank = self._rank
         if rank.client is None or rank.catalogue_version == self._version:
             return
@@ -206,9 +211,12 @@ class MemoryTier:
         try:
             catalogue = catalogue_of(layouts)
         except StateError as error:
-            log.warning("holdfast: what a loss costs is not known: %s", error)  # a save would fail, too
-            self._alone, self._said = False, True
-            return
+            raise StateError(
+                f"step {rank.step}: no rank could save this state, or give it to a replacement: {error.message}",
+                hint=error.hint
+                or "ranks that hold different parts of a model give them different names, those of the whole model, "
+                "or declare parts of one tensor: holdfast.torch.declare",
+            ) from error
         self._alone = any(
             len(who) == 1 for tensors in catalogue.kinds.values() for _, who in catalogue.boxes(tensors[0])
         )

@@ -87,7 +87,7 @@ def install() -> None:
     client = control_client()
     if client is not None:
         if client.directory is not None:
-            begin_setup(client.directory)
+            begin_setup(client.directory, client if client.several_nodes else None)
         if client.joining:
             fabric().loopback()
     stand_in = deferred_rank.current()

@@ -10,6 +10,9 @@ Wrappers of torch (DDP) send weights when they are made, and a replacement gets 
 more than ``BYTES_MAX`` bytes counts as weights, too.
 
 A file holds one line of JSON (collective, group, dtype and shape of each tensor), and then the elements.
+
+In a job of several nodes the replacement may start on a node that has no such files. So small results are also kept in
+the key-value store of the job.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.frameworks.torch.comm.control_store import ControlClient
 from holdfast.runtime.node.rundir import write_private
 from holdfast.runtime.worker.script_frames import OURS
 
 BYTES_MAX = 16 << 20
 BYTES_IN_ALL_MAX = 64 << 20
+STORED_BYTES_MAX = 64 << 10
+STORED_BYTES_IN_ALL_MAX = 1 << 20
 RESULTS_MAX = 256
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CALLS = tuple(
@@ -60,12 +66,14 @@ class SetupRecord:
 
     Args:
         directory: directory in shared memory of the workers of this run on this node.
+        store: key-value store of the job, if the job has several nodes; otherwise None.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, store: ControlClient | None = None) -> None:
         self._directory = directory
+        self._store = store
         self._counts: Counter[str] = Counter()
-        self._bytes = 0
+        self._bytes = self._stored_bytes = 0
 
     def call(self, what: str, group: str, rank: int) -> SetupCall | None:
         """Return the call of the collective that begins now; None: the script does not make it, or it is not kept."""
@@ -83,15 +91,17 @@ class SetupRecord:
         self._bytes += size
         flat = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)
         data = b"".join(tensor.numpy().tobytes() for tensor in flat)
-        write_private(self._path(call), _head(call, tensors) + b"\n" + data)
+        content = _head(call, tensors) + b"\n" + data
+        write_private(self._path(call), content)
+        fits = size <= STORED_BYTES_MAX and self._stored_bytes + size <= STORED_BYTES_IN_ALL_MAX
+        if self._store is not None and fits:
+            self._stored_bytes += size
+            self._store.kv("set", (_key(call),), content)
 
     def put_back(self, call: SetupCall, outputs: Any) -> bool:
         """Copy the result that the lost process of this rank got into ``outputs``; return False if it is not kept."""
         tensors = list(_tensors(outputs))
-        try:
-            head, _, data = self._path(call).read_bytes().partition(b"\n")
-        except FileNotFoundError:
-            return False
+        head, _, data = self._kept(call).partition(b"\n")
         if head != _head(call, tensors):
             return False
         begin = 0
@@ -103,8 +113,19 @@ class SetupRecord:
                 tensor.detach().copy_(values.reshape(tensor.shape))
         return True
 
+    def _kept(self, call: SetupCall) -> bytes:
+        """Return the content of the file of a call; empty if the result is not kept."""
+        try:
+            return self._path(call).read_bytes()
+        except FileNotFoundError:
+            return b"" if self._store is None else self._store.kv("get", (_key(call),)).value
+
     def _path(self, call: SetupCall) -> Path:
         return self._directory / f"setup-{call.rank}-{call.number}-{call.group}"
+
+
+def _key(call: SetupCall) -> str:
+    return f"holdfast/setup/{call.rank}/{call.number}/{call.group}"
 
 
 def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
@@ -135,9 +156,9 @@ def _of_script(frame: FrameType | None) -> bool:
 _RECORD: list[SetupRecord] = []
 
 
-def begin_setup(directory: Path) -> None:
-    """Begin to keep results in files of ``directory``, in a process that a launcher can replace."""
-    _RECORD[:] = [SetupRecord(directory)]
+def begin_setup(directory: Path, store: ControlClient | None) -> None:
+    """Begin to keep results, in a process that a launcher can replace. For the arguments see :class:`SetupRecord`."""
+    _RECORD[:] = [SetupRecord(directory, store)]
 
 
 def end_setup() -> None:
