@@ -26,6 +26,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
+import xxhash
+
 from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
 
 DIGEST_BITS: Final = 62
@@ -71,6 +74,20 @@ class Streams:
 def _is_table(rule: object, copies: int) -> bool:
     fits = isinstance(rule, list) and len(rule) == copies
     return fits and all(type(number) is int and 0 <= number < copies for number in rule)  # type: ignore[attr-defined]
+
+
+def digest_of_state(state: object) -> int:
+    """Return a digest of the state of a generator: nested dicts of plain values and arrays."""
+    return xxhash.xxh3_64_intdigest(repr(_without_arrays(state)).encode()) >> 64 - DIGEST_BITS
+
+
+def _without_arrays(value: object) -> object:
+    """Return bytes in place of arrays, whose text may leave out elements."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    return value
 
 
 def compare_generators(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from holdfast.core.ids import NO_GENERATION
 from holdfast.frameworks.common.adapter import Collected, Hooks, OnCollective
 from holdfast.frameworks.common.numpy_state import digest_of
+from holdfast.frameworks.common.random_streams import Streams, compare_generators, digest_of_state
 from holdfast.frameworks.common.replica_comparison import HeldBox, broadcast, differences, refuse
 from holdfast.frameworks.common.tcp_group import TcpGroup, group_address
 from holdfast.runtime.worker.worker_client import WorkerClient
@@ -64,6 +65,7 @@ class TcpGroupAdapter(Generic[Kept]):
         self.rank = rank
         self.world_size = world_size
         self._seed = seed
+        self.streams: Streams | None = None
         self._mesh: TcpGroup | None = None
         self._hooks: Hooks | None = None
 
@@ -120,10 +122,31 @@ class TcpGroupAdapter(Generic[Kept]):
         Returns:
             The number from which a framework derives its own seed.
         """
-        mixed = (self._seed * SEED_PRIME + self.rank) * SEED_PRIME + step
-        random.seed(mixed)
-        np.random.seed(mixed % 2**32)
-        return mixed
+        random.seed(self._mixed("python", step))
+        np.random.seed(self._mixed("numpy", step) % 2**32)
+        return self._mixed("framework", step)
+
+    def _mixed(self, generator: str, step: int) -> int:
+        stream = self.rank if self.streams is None else self.streams.number(generator, self.rank)
+        return (self._seed * SEED_PRIME + stream) * SEED_PRIME + step
+
+    def draw_from(self, streams: Streams | None) -> None:
+        """Draw random numbers from these streams from now on (``SharesRandomNumbers``)."""
+        self.streams = streams
+
+    def compare_generators(self) -> Streams:
+        """Compare the generators with those of all ranks (``SharesRandomNumbers``). Raises: PeerLost."""
+        states = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "framework": self._framework_seed(),
+        }
+        digests = {kind: digest_of_state(state) for kind, state in states.items()}
+        return compare_generators(digests, self.rank, self.world_size, self.vote, copies_known=False)
+
+    def _framework_seed(self) -> object:
+        """Return the seed that the script gave the framework; None: the framework's generators are not seeded here."""
+        return None
 
     def between(self, step: int, part: int, *, again: bool) -> None:
         """Seed Python and NumPy for the code that the script runs before a block.

@@ -243,6 +243,9 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self.state.take()
         ms.manual_seed(self._reseed(step) % 2**31)
 
+    def _framework_seed(self) -> object:
+        return ms.get_seed()
+
     def shield(self) -> None:
         """Do nothing: a broken sum raises in the gate, which handles it."""
 

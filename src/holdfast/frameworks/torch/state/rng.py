@@ -16,9 +16,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
-from holdfast.frameworks.common.random_streams import DIGEST_BITS, Streams
+from holdfast.frameworks.common.random_streams import Streams, digest_of_state
 
 _MASK: Final = (1 << 64) - 1
 _STEP: Final = 1
@@ -108,31 +107,17 @@ def generator_digests(generators: Iterable[tuple[str, Generator]]) -> dict[str, 
     states: dict[str, object] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "device": torch.cuda.get_rng_state().numpy().tobytes() if on_device else b"",
-        "numpy": _without_arrays(np.random.get_state(legacy=False)),
+        "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),
-        "named": [(name, _state_of(generator)) for name, generator in sorted(generators)],
+        "named": {name: _state_of(generator) for name, generator in sorted(generators)},
     }
-    return {
-        kind: xxhash.xxh3_64_intdigest(repr(state).encode()) >> 64 - DIGEST_BITS
-        for kind, state in states.items()
-    }
+    return {kind: digest_of_state(state) for kind, state in states.items()}
 
 
 def _state_of(generator: Generator) -> object:
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return _without_arrays(generator.bit_generator.state)
-
-
-def _without_arrays(value: object) -> object:
-    """Return nested dicts with bytes in place of arrays, whose text may leave out elements."""
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, dict):
-        return {key: _without_arrays(item) for key, item in value.items()}
-    return value
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
 def reseed_generators(
