@@ -1,10 +1,10 @@
 """The division of the ranks into data-parallel copies of the model; several ranks may share one copy.
 
-Ranks that hold parts of one copy (tensor parallel, pipeline stages) must draw the same batches. Where they compute the
-same thing, they must also draw the same random numbers. Ranks of different copies draw different batches and numbers.
-The wrappers define the copies: DDP by its process group, ``fully_shard`` and ``replicate`` by their mesh. Without such
-a wrapper, the ranks of a pipeline form one copy, and so do the ranks of a mesh of DTensor parameters; the number of
-that copy is its lowest rank. A rank without wrapper, pipeline and mesh is a separate copy.
+If a script gives its ranks different random numbers, ranks that hold parts of one copy (tensor parallel, pipeline
+stages) still draw the same numbers (``frameworks/common/random_streams.py``). The wrappers define the copies: DDP by
+its process group, ``fully_shard`` and ``replicate`` by their mesh. Without such a wrapper, the ranks of a pipeline form
+one copy, and so do the ranks of a mesh of DTensor parameters; the number of that copy is its lowest rank. A rank
+without wrapper, pipeline and mesh is a separate copy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.frameworks.common.optional_abilities import Copy
 from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.boxes import region_of
 from holdfast.frameworks.torch.state.parameter_names import Models, data_parallel, modules_of
 from holdfast.frameworks.torch.state.wrapper_reset import instances
 
@@ -73,14 +74,16 @@ def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
     """Return True if this rank computes only a part of ``copy``: of its layers, or of its tensors.
 
     Fewer copies than ranks show that ranks share a copy. But without a wrapper, :func:`copy_of` counts as many copies
-    as ranks, so pipelines and DTensor meshes are looked for as well.
+    as ranks, so pipelines, DTensor meshes and declared parts of tensors are looked for as well.
     """
     if copy.numbers != world_size:
         return True
     if sharded_mesh(model) is not None or data_parallel(model):
         return False
     several_stages = any(len(ranks) > 1 for ranks in _stage_ranks())
-    return several_stages or any(mesh.size() > 1 for mesh in _split_meshes(model))
+    parameters = (p for _, top in modules_of(model) for p in top.parameters())
+    declared = any(region_of(p) is not None for p in parameters)
+    return several_stages or declared or any(mesh.size() > 1 for mesh in _split_meshes(model))
 
 
 def _stage_ranks() -> Iterator[list[int]]:
