@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.frameworks.torch.state.boxes import declare
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
 from holdfast.frameworks.torch.state.data_parallel import copy_of, holds_part, sharded_mesh
 from holdfast.frameworks.torch.state.equal_start import begin_equal
@@ -164,6 +165,10 @@ def modules_of_the_user(line: Line) -> dict[str, Any]:
     found["of other shapes"] = odd.found()
     begin_equal({"average": odd} if line.rank else {}, [], vote)
     found["of some ranks"] = odd.found()
+    parts = Flagged(line.rank + 1)
+    declare(parts.mean, (12,), (3 * line.rank,))
+    begin_equal({"average": parts}, [], vote)
+    found["in parts"] = [*parts.found()[:1], *parts.found()[4:], *parts.found()[1:4]]
     return found
 
 
@@ -175,5 +180,7 @@ def test_modules_of_the_user_begin_with_the_values_of_the_first_copy(worlds: Wor
         "stages": [1, 1, 3, 3],
         "of other shapes": [1, 2, 3, 4],
         "of some ranks": [1, 2, 3, 4],
+        "in parts": [1, 2, 3, 4],
     }
     assert all(rank["world"] == [1.0, 1.0, 1.0, 1.0, 1.0] for rank in ranks)
+    assert all(rank["in parts"][:2] == [1.0, 1.0] for rank in ranks)

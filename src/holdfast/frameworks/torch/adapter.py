@@ -513,7 +513,7 @@ class TorchAdapter:
 
     def begin_equal(self) -> None:
         """Copy the modules among the user's state from the first rank to all ranks, in a new job. Raises: PeerLost."""
-        if self.world_size > 1:
+        if self.world_size > 1 and (copies_are_known(self._model) or not self.partial):
             begin_equal(self.state.extras, self._ddp, self.vote)
 
     def enter_update(self) -> None:

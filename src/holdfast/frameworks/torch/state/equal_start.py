@@ -5,8 +5,10 @@ average of weights before that, while each rank still has the weights of its own
 differ, and the script saves and reports the average of rank 0. A checkpoint and a replacement hold one value per entry
 of ``state=``, so a fault would replace one rank's average by another's. So all ranks take these averages from the first
 rank, as DDP does for the weights. The result is the average that the script would have saved without Holdfast.
-Tensors that ranks hold in parts (DTensor) stay unchanged. If the modules of the ranks differ in names, shapes or types
-(stages of a pipeline), nothing is sent. ``replica_state_check.py`` compares the rest of the user's state.
+Tensors that ranks hold in parts (DTensor, ``holdfast.torch.declare``) stay unchanged. In a model in parts without a
+wrapper, the averages of the ranks are parts, too, and nothing is sent. If the modules of the ranks differ in names,
+shapes or types (stages of a pipeline), nothing is sent. ``replica_state_check.py`` compares the rest of the user's
+state.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.frameworks.torch.state.boxes import flat_bytes, overlaps, overwrite
+from holdfast.frameworks.torch.state.boxes import flat_bytes, overlaps, overwrite, region_of
 from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
@@ -73,7 +75,8 @@ def _whole(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a module that this rank holds whole, each once."""
     seen: set[int] = set()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        whole = not isinstance(tensor, DTensor) and tensor.layout is torch.strided and not tensor.is_meta
+        whole = not isinstance(tensor, DTensor) and region_of(tensor) is None
+        whole = whole and tensor.layout is torch.strided and not tensor.is_meta
         if whole and id(tensor) not in seen and tensor.numel() and not overlaps(tensor):
             seen.add(id(tensor))
             yield name, tensor
