@@ -34,7 +34,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     named_optimizers,
     parameters_of,
     refuse_searching,
-    scheduled_numbers,
+    scheduled_settings,
 )
 from holdfast.frameworks.torch.state.parameter_names import (
     Models,
@@ -292,9 +292,9 @@ class TorchAdapter:
             self.updates.made()
             self._hooks.updated(name)
 
-    def scheduled_numbers(self, optimizer: str) -> list[float]:
-        """Return the scheduled numbers of all parameter groups of an optimizer; shape [N]."""
-        return scheduled_numbers(self.state.optimizers[optimizer].optimizer)
+    def scheduled_settings(self, optimizer: str) -> dict[str, list[float]]:
+        """Return the scheduled numbers of all parameter groups of an optimizer, by the name of the setting."""
+        return scheduled_settings(self.state.optimizers[optimizer].optimizer)
 
     def declares(self, value: object) -> bool:
         """Return whether ``value`` is one of the objects in ``session(state=...)``."""

@@ -323,15 +323,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def scheduled_numbers(optimizer: Optimizer) -> list[float]:
-    """Return learning rate, weight decay, momentum and betas of all parameter groups, in this order; shape [N].
+def scheduled_settings(optimizer: Optimizer) -> dict[str, list[float]]:
+    """Return learning rates, weight decays, momenta and betas of all parameter groups, by the name of the setting.
 
     Numbers in tensors are left out, because they may be on a device.
     """
-    found: list[object] = []
-    for group in optimizer.param_groups:
-        found += (group.get("lr"), group.get("weight_decay"), group.get("momentum"), *group.get("betas", ()))
-    return [number for number in found if isinstance(number, (float, int))]
+    groups = optimizer.param_groups
+    found: dict[str, list[Any]] = {
+        setting: [group.get(setting) for group in groups] for setting in ("lr", "weight_decay", "momentum")
+    }
+    found["betas"] = [number for group in groups for number in group.get("betas", ())]
+    return {
+        setting: [number for number in numbers if isinstance(number, (float, int))]
+        for setting, numbers in found.items()
+    }
 
 
 class OptimizerState:
