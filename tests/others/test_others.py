@@ -115,6 +115,8 @@ def test_a_counter_that_replacements_do_not_have_ends_the_run_by_name(
     assert re.search(
         f"UnmatchedCollectiveError: {where}" + r".*the script decides by tick, tick_start,", output
     ), output
+    first = "warning: rank 1 at step 5: UnmatchedCollectiveError: .*; a second time in a row ends the run"
+    assert re.search(first, output), output
     assert re.search(r"  next: keep what decides .* session\(state=\{...\}\).*: tick, tick_start", output), (
         output
     )
