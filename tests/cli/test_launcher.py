@@ -105,6 +105,21 @@ def test_what_is_saved_is_said_whoever_wrote_it_last(tmp_path: Path) -> None:
     made.close()
 
 
+def test_the_first_proof_of_unmatched_collectives_is_a_warning(tmp_path: Path) -> None:
+    """Regression: it was found by its text, so an exception of the script that names the error was one as well."""
+    made = Made(tmp_path, "it")
+    made.start(0, 1)
+    proof = "rank 1 at step 6: UnmatchedCollectiveError: rank 1 makes all_reduce\n  next: keep what decides"
+    quoted = "rank 0 at step 3: RuntimeError: caught: UnmatchedCollectiveError: all_reduce"
+    verdict: dict[str, Field] = {"reason": "every box", "action": "replace", "evidence": [quoted, proof]}
+    made.journal.append("verdict", {**verdict, "unmatched": [proof]})
+    made.journal.append("verdict", {**verdict, "unmatched": []})
+    made.journal.append("verdict", {**verdict, "unmatched": [proof], "action": "stop_bad_input"})
+    story = Watch(made.directory, made.settings).read()
+    assert story.warnings == [f"{proof.splitlines()[0]}; a second time in a row ends the run"]
+    made.close()
+
+
 def test_a_source_of_notices_that_cannot_be_asked_is_a_warning(tmp_path: Path) -> None:
     """Regression: a pod without the right to read its node trained without any word that no notice would come."""
     made = Made(tmp_path, "it")

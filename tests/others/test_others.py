@@ -132,6 +132,8 @@ def test_a_counter_that_replacements_do_not_have_ends_the_run_by_name(
     assert re.search(
         f"UnmatchedCollectiveError: {where}" + r".*the script decides by tick, tick_start,", output
     ), output
+    first = "warning: rank 1 at step 5: UnmatchedCollectiveError: .*; a second time in a row ends the run"
+    assert re.search(first, output), output
     assert re.search(r"  next: keep what decides .* session\(state=\{...\}\).*: tick, tick_start", output), (
         output
     )
@@ -152,28 +154,28 @@ def test_a_block_that_raises_only_when_it_runs_again_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("place", "step", "steps"),
+    ("place", "step", "steps", "differs"),
     [
-        ("behind", 5, "'fast' (lr 0.05), 'slow' (lr 0.05)"),
-        ("before", 5, "'slow' (lr 0.05)"),
-        ("rate", 4, "'fast' (lr 0.02)"),
-        ("momentum", 4, "'fast' (lr 0.05)"),
-        ("named", 4, "'first/fast' (lr 0.02)"),
+        ("behind", 5, "'fast' (lr 0.05), 'slow' (lr 0.05)", "rank 1 steps 'fast' (lr 0.05)"),
+        ("before", 5, "'slow' (lr 0.05)", "rank 1 steps 'fast' (lr 0.05)"),
+        ("rate", 4, "'fast' (lr 0.02)", "lr of 'fast' is 0.02 here and 0.01 on rank 1"),
+        ("momentum", 4, "'fast' (lr 0.05)", "momentum of 'fast' is 0.8 here and 0.9 on rank 1"),
+        ("named", 4, "'first/fast' (lr 0.02)", "lr of 'first/fast' is 0.02 here and 0.01 on rank 1"),
     ],
 )
 def test_an_update_that_only_one_rank_makes_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, step: int, steps: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, step: int, steps: str, differs: str
 ) -> None:
     """One rank updates its shards and its peer does not, or it uses another learning rate.
 
-    An update behind the vote is found at the next vote, and its state is not saved.
+    An update behind the vote is found at the next vote, and its state is not saved. The error names what differs.
     """
     output, ended = run(
         tmp_path, "naive", "delayed", monkeypatch, code=Exit.BAD_INPUT, KILL="1:4", PLACE=place
     )
     assert not ended
     said = (
-        f"step {step}: this rank steps {steps}, and not all ranks do the same. The cause: another process has"
+        f"step {step}: this rank steps {steps}, and not all ranks do the same ({differs}). The cause: another"
     )
     assert f"StepError: {said}" in output, output
     assert (f"saved step {step} (last-gasp)" in output) == (place != "behind"), output

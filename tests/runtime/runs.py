@@ -87,6 +87,19 @@ def no_file_beyond(size_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """Leave this process no free file descriptor."""
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def exists(pid: int) -> bool:
     """Return True when ``pid`` is a process that is not a zombie."""
     try:

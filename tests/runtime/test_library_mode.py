@@ -10,15 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 from holdfast import event_log
 from holdfast.core.launch_environment import ProcessPlace
 from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
+from holdfast.runtime.node.process_info import start_ticks
+from holdfast.runtime.worker.library_mode import (
+    Pointer,
+    _find_agent,
+    _refuse_twice,
+    agree_on_root,
+    join_or_start_agent,
+)
 from holdfast.runtime.worker.worker_client import WorkerClient
-from tests.runtime.runs import exists, until
+from tests.runtime.runs import exists, no_descriptor, until
 
 RANK = """
 import os, sys, time
@@ -125,6 +133,32 @@ def test_several_nodes_are_refused_by_name(seat: ProcessPlace) -> None:
     with pytest.raises(UnsupportedError, match=r"one node.*RANK") as caught:
         join_or_start_agent(seat)
     assert "holdfast run --nnodes" in caught.value.hint
+
+
+def test_a_pointer_that_cannot_be_read_does_not_say_that_its_writer_has_ended(tmp_path: Path) -> None:
+    """Regression: the pointer of a running job was removed, and other ranks waited for 30 s without the cause."""
+    pointer, seat = tmp_path / "library-0.json", ProcessPlace(0, 3, 0, 3, said="RANK=0")
+    here = Pointer(str(tmp_path), os.getpid(), start_ticks(os.getpid()))
+    pointer.write_bytes(msgspec.json.encode(here))
+    for look in (_find_agent, partial(_refuse_twice, seat=seat)):
+        with (
+            no_descriptor(),
+            pytest.raises(UsageError, match=r"library-0.json.*Too many open files") as caught,
+        ):
+            look(pointer)
+        assert "ulimit" in caught.value.hint and pointer.exists()
+    with pytest.raises(UsageError, match="still runs"):
+        _refuse_twice(pointer, seat)
+
+
+def test_the_pointer_of_another_job_that_cannot_be_read_stays(tmp_path: Path) -> None:
+    other, ended = tmp_path / "library-1.json", tmp_path / "library-2.json"
+    other.mkdir()
+    ended.write_bytes(msgspec.json.encode(Pointer(str(tmp_path), os.getpid(), 0)))
+    _refuse_twice(tmp_path / "library-0.json", ProcessPlace(0, 3, 0, 3, said="RANK=0"))
+    assert other.exists() and not ended.exists()
+    with pytest.raises(UsageError, match=r"library-1.json.*Is a directory"):
+        _find_agent(other)
 
 
 @pytest.mark.processes

@@ -22,7 +22,9 @@ from holdfast.runtime.node.process_info import (
     kill_if,
     left_of,
     pidfd,
+    start_ticks,
 )
+from tests.runtime.runs import no_descriptor
 
 pytestmark = pytest.mark.processes
 NO_PROCESS = 2**22 + 1  # the kernel assigns no such id
@@ -43,6 +45,17 @@ def test_only_what_is_ours_is_killed(sleeper: subprocess.Popen[bytes]) -> None:
     assert not kill_if(sleeper.pid, lambda pid: False) and alive(sleeper.pid)
     assert kill_if(sleeper.pid, lambda pid: command(pid) == [b"sleep", b"600", b""])
     assert sleeper.wait() == -9
+
+
+def test_a_process_is_not_gone_where_no_descriptor_is_left(sleeper: subprocess.Popen[bytes]) -> None:
+    """Regression: a rank without a free descriptor took its living peers for lost ones."""
+    started = start_ticks(sleeper.pid)
+    with no_descriptor():
+        for ask in (alive, start_ticks):
+            with pytest.raises(OSError, match="Too many open files"):
+                ask(sleeper.pid)
+        assert left_of(sleeper.pid) is None and age_s(sleeper.pid) == 0
+    assert alive(sleeper.pid) and start_ticks(sleeper.pid) == started
 
 
 def test_one_that_ends_after_the_look_gets_no_signal(sleeper: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InternalError, PeerLost, StateError
+from holdfast.runtime.node import shm_allreduce
 from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX, VOTE_LENGTH_MAX, SharedMemoryAllReduce
 
 WORLD_SIZE = 4
@@ -97,6 +99,28 @@ def test_a_dead_rank_ends_the_wait(tmp_path: Path, how: signal.Signals) -> None:
     with pytest.raises(PeerLost, match="rank 1"):
         board.reduce([1, 2], never)
     process.join()
+
+
+def test_a_rank_whose_state_cannot_be_read_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a free descriptor, no process can be looked up. Regression: all peers counted as lost."""
+
+    def full(pid: int) -> bool:
+        looks.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    looks: list[int] = []
+    monkeypatch.setattr(shm_allreduce, "alive", full)
+    board = SharedMemoryAllReduce(tmp_path / "board", 0, 2).start()
+    SharedMemoryAllReduce(tmp_path / "board", 1, 2).start()
+
+    def enough() -> None:
+        if len(looks) > 1:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        board.reduce([1, 2], enough)
 
 
 def test_the_ballot_of_a_dead_rank_counts(tmp_path: Path) -> None:

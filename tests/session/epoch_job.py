@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
+from tests.session.once import await_ranks, come_to
 
 EPOCHS, EPOCH_STEPS, RANKS = 4, 3, 3
 
@@ -53,10 +53,8 @@ class Job:
 
     def changed(self, step: int) -> None:
         """Meet all ranks after a change of the learning rate."""
-        if self._apart:
-            time.sleep(
-                0.3 if self._kill.startswith(f"{self.rank}:") else 0
-            )  # the others have reached their block
+        if self._apart and self._kill == f"{self.rank}:{step}:changed":
+            await_ranks(f"block-{step}", set(range(RANKS)) - {self.rank})
         self.struck(step, ":changed")
         if not self._apart:
             dist.barrier()
@@ -64,6 +62,7 @@ class Job:
     def learn(self, step: holdfast.Step) -> None:
         """Run the block of a step."""
         with step as (x, y):
+            come_to(f"block-{step.number}", self.rank)
             self.loss(x, y).backward()
             self.struck(step.number)
             self.optimizer.step()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.errors import DataError, StepError, UsageError
 from holdfast.frameworks.torch.steps.accelerate_accumulation import MODULE, Accumulating
+from holdfast.session.session import PARTS_VARIABLE
 
 pytestmark = pytest.mark.torch
 
@@ -61,6 +62,22 @@ class Refilling:
             yield (self.tensors[number % len(self.tensors)].fill_(number),)
 
 
+def parts_of(loader: Refilling, batches: int | None) -> list[Any]:
+    """Train for two steps. Return the number in each batch of each block."""
+    script, seen = Script(), []
+    with holdfast.session(model=script.net, optimizer=script.optimizer, verify_block=0) as s:
+        for step in s.steps(loader, until=2, batches=batches):
+            with step as batch:
+                drawn = [batch] if batches is None else batch
+                for (x,) in drawn:
+                    (script.net(x).square().mean() / len(drawn)).backward()
+                numbers = [int(x[0, 0]) for (x,) in drawn]
+                seen.append(numbers[0] if batches is None else numbers)
+                script.optimizer.step()
+                script.optimizer.zero_grad()
+    return seen
+
+
 @pytest.mark.parametrize("tensors", [1, 2, 3])
 def test_a_loader_that_fills_the_same_tensors_again_is_refused(tensors: int) -> None:
     """Regression: a step of several batches used the last one several times, without a word."""
@@ -71,6 +88,20 @@ def test_a_loader_that_fills_the_same_tensors_again_is_refused(tensors: int) -> 
     script.loader = Refilling(tensors)  # type: ignore[assignment]
     with nullcontext() if tensors == 3 else refused:
         assert script.train(None, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tensors", [1, 3, 4])
+def test_such_a_loader_is_refused_where_one_rank_does_the_work_of_two(
+    tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: after a shrink, each block of a step used the last batch of the step, without a word."""
+    monkeypatch.setenv(PARTS_VARIABLE, "2")
+    seen = []
+    with nullcontext() if tensors > 2 else pytest.raises(DataError, match="the tensors of a batch before"):
+        seen = parts_of(Refilling(tensors), None)
+    assert seen == ([0, 1, 2, 3] if tensors > 2 else [])
+    with nullcontext() if tensors > 3 else pytest.raises(DataError, match="the tensors of a batch before"):
+        assert parts_of(Refilling(tensors), 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_step_has_several_batches_and_an_epoch_ends_with_fewer(tmp_path: Path) -> None:

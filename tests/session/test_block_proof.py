@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,24 +209,38 @@ def test_the_position_of_a_loader_of_the_script_is_named_before_times() -> None:
                 script.learn(torch.tensor(batch))
 
 
-def test_a_variable_that_counts_runs_of_blocks_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    script, calls, steps, clock, newest, index = Script(), 0, 0, 10**12, -9, 0
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("offset", [0, 1, 100])
+def test_a_variable_that_counts_runs_of_blocks_is_named(
+    caplog: pytest.LogCaptureFixture, offset: int, first: int, tmp_path: Path
+) -> None:
+    """Regression: a variable that the script sets from the step after its block was named at step 0."""
+    script, calls, behind, steps, clock, newest, index = Script(), 0, 0, 0, 10**12, offset - 9, 0
+    if first:
+        with holdfast.session(model=script.net, optimizer=script.optimizer, checkpoint=tmp_path) as s:
+            for step in s.steps(until=first):
+                with step:
+                    script.pure()
+        newest = offset + first
     with (
         caplog.at_level(logging.WARNING, "holdfast"),
-        holdfast.session(model=script.net, optimizer=script.optimizer, verify_block=1) as s,
+        holdfast.session(
+            model=script.net, optimizer=script.optimizer, checkpoint=tmp_path, verify_block=1
+        ) as s,
     ):
-        for step in s.steps(until=4):
+        for step in s.steps(until=first + 4):
             with step:
                 calls += 1
                 clock += 1
                 index = step.number % 2  # no count: each run of the block sets it
                 script.pure()
-            newest = step.number  # no count: a process that joins has the right number after its first block
+            newest = step.number + offset  # no count: right in a process that joins
+            behind += 1
             if step.committed:
                 steps += 1
-    assert (calls, steps, newest, index) == (8, 4, 3, 1)
+    assert (calls, behind, steps, newest, index) == (8, 8, 4, first + 3 + offset, (first + 3) % 2)
     (told,) = [line for line in caplog.messages if "not a count of steps" in line]
-    assert "step 0: not a count of steps: calls. A block runs again" in told
+    assert f"step {first}: not a count of steps: calls, behind. A block runs again" in told
 
 
 def test_enumerate_around_the_steps_is_refused_before_the_first_one() -> None:

@@ -10,17 +10,18 @@ import pytest
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import StepError
 from holdfast.session.steps.equal_updates import EqualUpdates
+from holdfast.session.steps.update_differences import Updates, in_words
 
 
 class Numbers:
-    """Scheduled numbers of optimizers, as given."""
+    """Learning rates of optimizers, as given."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[float]] = {}
 
-    def scheduled_numbers(self, optimizer: str) -> list[float]:
-        """Return the numbers of one optimizer."""
-        return self.of.get(optimizer, [])
+    def scheduled_settings(self, optimizer: str) -> dict[str, list[float]]:
+        """Return the learning rates of one optimizer."""
+        return {"lr": self.of.get(optimizer, [])}
 
     def declares(self, value: object) -> bool:
         """Return whether an object is a trainer: the tests declare those as state."""
@@ -86,6 +87,30 @@ def test_a_replacement_with_another_update_is_refused(other: Mapping[str, float]
         StepError, match=r"step 5: this rank steps 'd' \(lr 0.1\), and not all ranks do the same"
     ):
         vote(5, ranks, D, other)
+
+
+SGD = {"lr": [0.1, 0.1], "weight_decay": [0.0, 0.0], "momentum": [0.9, 0.9], "betas": []}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"d": SGD}, ""),
+        ({}, "rank 3 makes no update"),
+        ({"d": {"lr": []}, "g": SGD}, "rank 3 steps 'd', 'g' (lr 0.1)"),
+        ({"d": {**SGD, "momentum": [0.9, 0.8]}}, "momentum of 'd' is 0.9 here and 0.8 on rank 3"),
+        ({"d": {**SGD, "betas": [0.9]}}, "betas of 'd' has 0 numbers here and 1 on rank 3"),
+        (
+            {"d": {**{setting: [7.0, 7.0] for setting in SGD}, "betas": [0.5]}},
+            (
+                "lr of 'd' is 0.1 here and 7.0 on rank 3, weight_decay of 'd' is 0.0 here and 7.0 on rank 3, "
+                "momentum of 'd' is 0.9 here and 7.0 on rank 3 and 1 more setting"
+            ),
+        ),
+    ],
+)
+def test_the_setting_or_the_optimizer_that_differs_is_named(theirs: Updates, words: str) -> None:
+    assert in_words({"d": SGD}, 3, theirs) == words
 
 
 @pytest.mark.parametrize("when", [2, 4])

@@ -11,7 +11,8 @@
 - ``range``, ``start``, ``while``, ``tail``: the ways in which scripts without ``epochs`` count epochs.
 
 A rank is killed once, at WHERE of STEP: ``block``, ``after`` (before the file of its epoch), ``written`` (after it),
-``prelude``, ``uncopied`` (all have ended the epoch, and the memory tier has not copied that).
+``prelude``, ``uncopied`` (all have ended the epoch, and the memory tier has not copied that). First it waits until the
+other ranks have come to WHERE, because the answer to the fault depends on their places.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
 from holdfast.session.loops.loop import Loops
+from tests.session.once import await_ranks, come_to
 
 EPOCHS, EPOCH_STEPS, RANKS = 4, 3, 2
 
@@ -64,7 +66,9 @@ class Job:
 
     def struck(self, step: int, where: str) -> None:
         """Kill this process with SIGKILL if this is its fault, once."""
+        come_to(f"{where}-{step}", self.rank)
         if self._kill == f"{self.rank}:{step}:{where}" and not Path("struck").exists():
+            await_ranks(f"{where}-{step}", range(RANKS))
             Path("struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from holdfast.core.decide.stop_policy import STOP_CODE, UNMATCHED
+from holdfast.core.decide.stop_policy import STOP_CODE
 from holdfast.core.job.fault import SEEN, reach
 from holdfast.event_log import Event
 from holdfast.exit_codes import Exit
@@ -199,9 +199,9 @@ class RunHistory:
         for fault, _ in self._open:
             fault.action, fault.reason = str(data["action"]), str(data["reason"])
         if data["action"] not in STOP_CODE:
-            proofs = [line for line in map(str, data.get("evidence", ())) if f": {UNMATCHED}: " in line]
+            proofs = map(str, data.get("unmatched", ()))  # older versions have not written this field
             self.warnings += [
-                f"{line.splitlines()[0]}; a second time in a row ends the run" for line in proofs
+                f"{proof.splitlines()[0]}; a second time in a row ends the run" for proof in proofs
             ]
 
     def _on_restored(self, event: Event, data: dict[str, Any]) -> None:

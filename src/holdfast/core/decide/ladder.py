@@ -45,7 +45,7 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def failures(self) -> tuple[str, ...]:
         """One line of evidence for each failure in the situation."""
-        return tuple(f"rank {f.rank} at step {f.step}: {f.kind}: {f.what}" for f in self.situation.failures)
+        return tuple(failure.line for failure in self.situation.failures)
 
     @property
     def not_in_place(self) -> tuple[str, ...]:

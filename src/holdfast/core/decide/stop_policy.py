@@ -95,6 +95,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """The part of the failure that the history of faults keeps: its digest, its step and the packed generation."""
         return self.digest, self.step, self.occurrence
 
+    @property
+    def line(self) -> str:
+        """The failure as a line of evidence. Further lines of an error follow it."""
+        return f"rank {self.rank} at step {self.step}: {self.kind}: {self.what}"
+
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
     """One earlier fault of the run that was answered by a recovery."""

@@ -32,7 +32,7 @@ import msgspec
 from holdfast.core.decide.decision import decide, stands_in
 from holdfast.core.decide.ladder import judge
 from holdfast.core.decide.recovery_phases import PHASES, RULES, Phase, PhaseRules, RecoveryEvent
-from holdfast.core.decide.stop_policy import Answered, Failure
+from holdfast.core.decide.stop_policy import UNMATCHED, Answered, Failure
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.awaited import Awaited
 from holdfast.core.job.completion import AllOf, SessionOpenings
@@ -444,6 +444,7 @@ class Recovery:
             digests=[failure.digest for failure in situation.failures],
             failed_steps=[failure.step for failure in situation.failures],
             occurrences=[failure.occurrence for failure in situation.failures],
+            unmatched=[failure.line for failure in situation.failures if failure.kind == UNMATCHED],
         )
         if counts:
             failures = tuple(failure.mark for failure in situation.failures)

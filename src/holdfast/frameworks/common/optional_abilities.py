@@ -234,10 +234,10 @@ class SeesGradients(Protocol):
 class DescribesUpdates(Protocol):
     """An adapter that can describe the updates which a script is about to make."""
 
-    def scheduled_numbers(self, optimizer: str) -> list[float]:
-        """Return the settings of all parameter groups that schedules change; the first is a learning rate.
+    def scheduled_settings(self, optimizer: str) -> dict[str, list[float]]:
+        """Return the settings that schedules change: the numbers of all parameter groups, by the name of the setting.
 
-        Numbers on a device are left out. Shape [N].
+        Numbers on a device are left out.
 
         Args:
             optimizer: name of an optimizer of the session.

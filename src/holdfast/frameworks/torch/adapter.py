@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +26,7 @@ from holdfast.frameworks.torch.comm.setup_record import end_setup
 from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
+from holdfast.frameworks.torch.nested_tensors import tensors_in
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
 from holdfast.frameworks.torch.state.data_parallel import copies_are_known, copy_of, holds_part, sharded_mesh
 from holdfast.frameworks.torch.state.devices import StateDevices, named_errors
@@ -35,7 +36,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     named_optimizers,
     parameters_of,
     refuse_searching,
-    scheduled_numbers,
+    scheduled_settings,
 )
 from holdfast.frameworks.torch.state.parameter_names import (
     Models,
@@ -242,7 +243,7 @@ class TorchAdapter:
         # Inside compiled user code this hook would break the graph and cause recompilations.
         if torch.compiler.is_compiling() or number in self._backward_seen:
             return
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._first_gradient, number))  # type: ignore[no-untyped-call]
                 return
@@ -309,9 +310,9 @@ class TorchAdapter:
             self.updates.made()
             self._hooks.updated(name)
 
-    def scheduled_numbers(self, optimizer: str) -> list[float]:
-        """Return the scheduled numbers of all parameter groups of an optimizer; shape [N]."""
-        return scheduled_numbers(self.state.optimizers[optimizer].optimizer)
+    def scheduled_settings(self, optimizer: str) -> dict[str, list[float]]:
+        """Return the scheduled numbers of all parameter groups of an optimizer, by the name of the setting."""
+        return scheduled_settings(self.state.optimizers[optimizer].optimizer)
 
     def declares(self, value: object) -> bool:
         """Return whether ``value`` is one of the objects in ``session(state=...)``."""
@@ -735,12 +736,3 @@ def _place(own_groups: bool) -> tuple[int, int]:
             hint="`import holdfast.torch` before init_process_group(...), or start with `holdfast run`",
         )
     return place_here((dist.get_rank(), dist.get_world_size()))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a module's output."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)

@@ -21,32 +21,41 @@ _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the pid is free, or b
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process with this pid exists and is not a zombie."""
+    """Return True if a process with this pid exists and is not a zombie.
+
+    Raises:
+        OSError: it is not known, because /proc cannot be read (no file descriptor is left).
+    """
     fields = _stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
 
 
 def stopped(pid: int) -> bool:
     """Return True if a signal has stopped process ``pid``. Return False if a debugger has."""
-    fields = _stat(pid)
+    fields = _known_stat(pid)
     return bool(fields) and fields[0] == "T"
 
 
 def halted(pid: int) -> bool:
     """Return True if a signal or a debugger has stopped process ``pid``."""
-    fields = _stat(pid)
+    fields = _known_stat(pid)
     return bool(fields) and fields[0] in ("T", "t")
 
 
 def start_ticks(pid: int) -> int:
-    """Return the start time of process ``pid``, in clock ticks since boot; 0 if there is no such process."""
+    """Return the start time of process ``pid``, in clock ticks since boot; 0 if there is no such process.
+
+    Raises:
+        OSError: it is not known, because /proc cannot be read (no file descriptor is left).
+    """
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def age_s(pid: int) -> float:
     """Return the seconds since the start of process ``pid``; 0 if there is no such process."""
-    ticks = start_ticks(pid)
+    fields = _known_stat(pid)
+    ticks = int(fields[19]) if fields else 0
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return max(0.0, since_boot_s - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
 
@@ -68,7 +77,7 @@ def ending(pid: int) -> int | None:
 
     The code 0 also gives None, because the kernel shows 0 to a process without the permission to read the code.
     """
-    fields = _stat(pid)
+    fields = _known_stat(pid)
     if not fields or not int(fields[6]) & _EXITING:
         return None
     return os.waitstatus_to_exitcode(int(fields[49])) or None
@@ -79,7 +88,7 @@ def left_of(pid: int) -> tuple[int, int, int] | None:
 
     If the numbers change, the exit makes progress. To free device memory or page-locked memory may take many seconds.
     """
-    fields = _stat(pid)
+    fields = _known_stat(pid)
     return (int(fields[17]), int(fields[21]), int(fields[11]) + int(fields[12])) if fields else None
 
 
@@ -131,7 +140,7 @@ def started_with(pid: int) -> list[bytes]:
 
 def words_at(pid: int) -> tuple[int, int]:
     """Return the start and end address of the command line in the memory of process ``pid``; equal if not known."""
-    fields = _stat(pid)
+    fields = _known_stat(pid)
     return (int(fields[45]), int(fields[46])) if fields else (0, 0)
 
 
@@ -251,8 +260,21 @@ def _stat(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` after the process name; empty if there is no such process.
 
     The name may contain blanks and brackets.
+
+    Raises:
+        OSError: the file of a process cannot be read.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError as error:
+        if error.errno not in _NO_PROCESS:
+            raise
+        return []
+
+
+def _known_stat(pid: int) -> list[str]:
+    """Return the result of :func:`_stat`; empty also if the file cannot be read."""
+    try:
+        return _stat(pid)
     except OSError:
         return []

@@ -178,7 +178,10 @@ class SharedMemoryAllReduce:
 
     def _gone(self, rank: int) -> bool:
         pid = int(self._words[self._base(rank)])
-        return pid != 0 and not alive(pid)  # 0: the rank has not started, and its agent watches it
+        try:
+            return pid != 0 and not alive(pid)  # 0: the rank has not started, and its agent watches it
+        except OSError:  # no descriptor is left here: its agent sees whether it has ended
+            return False
 
 
 def _digest(turn: int, data: bytes) -> int:

@@ -27,7 +27,7 @@ import msgspec
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.launch_environment import RANK_TABLE, ProcessPlace
 from holdfast.core.protocol.status_page import Word
-from holdfast.errors import AuthError, GroupError, UsageError
+from holdfast.errors import HINTS_OF_THE_MACHINE, AuthError, GroupError, UsageError
 from holdfast.runtime.node.death_watch import hold
 from holdfast.runtime.node.file_owners import doubt
 from holdfast.runtime.node.hang_evidence import offer_stacks, stacks_path
@@ -86,7 +86,8 @@ def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) ->
 
     Raises:
         UnsupportedError: the job has several nodes, and either no ``exchange`` or nodes of different sizes.
-        UsageError: another process has the same rank, or another job the same variables; ``runs`` cannot be written.
+        UsageError: another process has the same rank, or another job the same variables; ``runs`` cannot be written, or
+            the pointer file cannot be read.
         GroupError: the agent did not start within ``JOIN_TIMEOUT_S``, or the agents of the nodes did not meet.
         AuthError: another user has made the pointer or the run directory.
         PeerLost: a rank of another node is gone.
@@ -206,27 +207,40 @@ def _start_agent(pointer: Path, seat: ProcessPlace, nodes: LibraryNodes | None) 
 
 
 def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
-    """Remove the pointer files of ended processes. Raises: UsageError: a living process has written ``pointer``."""
+    """Remove the pointer files of ended processes. A pointer file of another job that cannot be read stays.
+
+    Raises:
+        UsageError: a living process has written ``pointer``, or it cannot be read.
+    """
+    found = _read(pointer)
+    if found is not None:
+        raise UsageError(
+            f"the process {found.pid} has started a job with the same variables, and it still runs "
+            f"({found.run_dir}); this one has {seat.said}",
+            hint="give each process a rank of its own; for two jobs at the same time: another MASTER_PORT for each",
+        )
     for path in pointer.parent.glob("library-*.json"):
-        found = _read(path)
-        if found is None:
-            with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, UsageError):
+            if _read(path) is None:
                 path.unlink()
-        elif path == pointer:
-            raise UsageError(
-                f"the process {found.pid} has started a job with the same variables, and it still runs "
-                f"({found.run_dir}); this one has {seat.said}",
-                hint="give each process a rank of its own; for two jobs at the same time: another MASTER_PORT for each",
-            )
 
 
 def _read(pointer: Path) -> Pointer | None:
-    """Return the pointer to a run (directory and agent) in a file; None: no such file, or its writer has ended."""
+    """Return the pointer to a run (directory and agent) in a file; None: no such file, or its writer has ended.
+
+    Raises:
+        UsageError: it is not known, because the file or the state of its writer cannot be read.
+    """
     try:
         found = msgspec.json.decode(pointer.read_bytes(), type=Pointer)
-    except (OSError, msgspec.MsgspecError):
+        return found if found.started == start_ticks(found.pid) else None
+    except (FileNotFoundError, msgspec.MsgspecError):
         return None
-    return found if found.started == start_ticks(found.pid) else None
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {pointer}, which names the agent of this job, or the state of its writer: {error.strerror}",
+            hint=HINTS_OF_THE_MACHINE.get(error.errno or 0, "see what is in the place of this file"),
+        ) from error
 
 
 def _check_owner(path: Path) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
@@ -51,7 +51,7 @@ from holdfast.session.loops.loop_bounds import (
 from holdfast.session.loops.own_values import OwnValues
 from holdfast.session.loops.script_source import leaves
 from holdfast.session.loops.turn_position import IDIOM, TurnPosition
-from holdfast.session.steps.accumulation import AccumulatingFeed, grouped
+from holdfast.session.steps.accumulation import AccumulatingFeed, RefilledBatches, grouped
 from holdfast.session.steps.batches import Batches
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.step import Step, StepRunner
@@ -87,6 +87,20 @@ def _largest(local: Mapping[str, Plain]) -> str:
 
 NOT_OF_LOOPS = ("begun", "drawn", RECORD)
 """Keys of loaded rank-local values that a process does not take over into :attr:`Loops.local` when it begins."""
+
+
+class _OpenLoader(NamedTuple):
+    """The loader of the open loop.
+
+    Attributes:
+        user: the loader that the script gave; None: the blocks draw their own batches.
+        batches: number of the loader's batches in a list (``Session.steps``); None: no lists.
+        refilled: the check of the first step that has several parts.
+    """
+
+    user: Any
+    batches: int | None
+    refilled: RefilledBatches
 
 
 class Loops:
@@ -126,7 +140,7 @@ class Loops:
         self._counts_from_here = False
         self._feed: Feed | None = None
         self._others: dict[int, Feed | None] = {}  # feeds of other model replicas, from the same loader
-        self._loader: tuple[Any, int | None] = (None, None)  # of the open loop: loader, batches in a step
+        self._loader = _OpenLoader(None, None, RefilledBatches(adapter))
         self.begun: Feed | None = None  # see the class
         self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
         self._bound: Bound = (0, None)  # of the open loop
@@ -239,7 +253,7 @@ class Loops:
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
             feed = grouped(self._adapter.feed(loader), batches, self._adapter)
-        self._feed, self._loader = feed, (loader, batches)
+        self._feed, self._loader = feed, _OpenLoader(loader, batches, RefilledBatches(self._adapter))
         self._data = self._compare(feed, loop)
         self._proof.begin(loader)
         first = self.walk.epoch or 0
@@ -528,8 +542,8 @@ class Loops:
 
     def _feed_of(self, copy: int) -> Feed | None:
         others = self._adapter.others if isinstance(self._adapter, StandsForOthers) else None
-        feed = None if others is None else others.feed(self._loader[0], copy)
-        return None if feed is None else grouped(feed, self._loader[1], self._adapter)
+        feed = None if others is None else others.feed(self._loader.user, copy)
+        return None if feed is None else grouped(feed, self._loader.batches, self._adapter)
 
     def _load(self, feed: Feed) -> list[Any]:
         batches: list[Any] = []
@@ -537,6 +551,8 @@ class Loops:
         try:
             while len(batches) < self._parts and not (batches and feed.last_in_epoch):
                 batches.append(feed.draw(self._epochs))
+                if self._parts > 1:
+                    self._loader.refilled.drew(batches)
         except StopIteration:
             pass  # the end of the last epoch: its last step has fewer blocks, or there is no step
         finally:

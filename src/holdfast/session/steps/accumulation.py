@@ -7,7 +7,8 @@ Otherwise a list may continue into the next epoch.
 
 A loader may fill the same tensors with each batch. A loop that uses one batch at a time does not see it, but a list
 would hold its last batch several times. So the first list of a process is checked: each of its batches must keep its
-values while the next ones are drawn.
+values while the next ones are drawn. A rank that does the work of several ranks lists a batch for each of them, and the
+first of these lists is checked as well.
 """
 
 from __future__ import annotations

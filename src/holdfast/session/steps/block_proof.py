@@ -88,8 +88,8 @@ class Prover:
         ] = {}  # digests before each update that the current run makes ahead of its vote
         self._proofs: list[Proof | None] = []  # None: the run broke off
         self._variables: dict[int, _Variables] = {}  # at the start of each run, by its index
-        self._ends: dict[int, _Variables] = {}  # of the same frame at the end of each run
-        self._frame: FrameType | None = None  # of the script, in the current run
+        # Ints of the script that have grown in a check: its step, and their values at the start of its second run.
+        self._grown: tuple[int, Mapping[str, int]] = (-1, {})
         self._told: set[str] = set()  # variables that count runs
         # The exception of a second run after a first one without: its step and class.
         self._second: tuple[int, type[BaseException]] | None = None
@@ -106,14 +106,14 @@ class Prover:
         """
         if not joining:  # the peers wait for this process
             self._undeclared.look(step.number)
+        self._tell_counters()
         if step.scrap:
             self._first = False  # a spare that rehearses the block
         self._within = {}
         adapter = self._due(step)
         if adapter is not None:
             self._found = adapter.found()
-            self._frame = frame_of_script()
-            self._variables[len(self._proofs)] = _variables(self._frame)
+            self._variables[len(self._proofs)] = _variables(frame_of_script())
 
     def alone(self, step: Step) -> bool:
         """Return whether the block of ``step`` now begins a check run. If so, let its collectives use local data."""
@@ -194,19 +194,17 @@ class Prover:
         if self._adapter is None or step.scrap or step.parts > 1 or self._checked == step.number:
             return None
         if self._step != step.number:
-            self._step, self._proofs, self._variables, self._ends = step.number, [], {}, {}
+            self._step, self._proofs, self._variables = step.number, [], {}
         if not step.repeats:
             return None
         due = self._first or step.number % self._every == self._every - 1
         return self._adapter if due else None
 
     def _add(self, step: Step, adapter: ProvesBlocks, proof: Proof | None) -> None:
-        if self._frame is not None:
-            self._ends[len(self._proofs)], self._frame = _variables(self._frame), None
         self._proofs.append(proof)
         done = [proof for proof in self._proofs if proof is not None]
         if len(self._proofs) == RUNS and (len(done) < RUNS or done[0] == done[1]):
-            self._tell_counters(step)
+            self._grown = step.number, _grown(self._variables[0].plain, self._variables[1].plain)
             self._passed(step)
         elif len(self._proofs) == 2 * RUNS:
             self._judge(step, adapter, done)
@@ -214,22 +212,25 @@ class Prover:
     def _passed(self, step: Step) -> None:
         self._checked, self._first = step.number, False
 
-    def _tell_counters(self, step: Step) -> None:
+    def _tell_counters(self) -> None:
         """Warn of script variables that grow with each run: code after the update may use them, and is not compared.
 
-        A variable that the block sets from the step has grown since the last step, and is equal at the ends of two
-        runs.
+        A count of runs has grown at the starts of three runs in a row. A variable that is set from the step, in the
+        block or after it, has grown at the start of the second run only.
         """
-        starts = _counted_up(self._variables[0], self._variables[1], step.number)
-        ends = _counted_up(self._ends[0], self._ends[1], step.number)
-        counters = [name for name in starts if name in ends and name not in self._told]
+        step, before = self._grown
+        if not before:
+            return
+        self._grown = -1, {}
+        grown = _grown(before, _variables(frame_of_script()).plain)
+        counters = [name for name in grown if name not in self._told]
         if counters:
             self._told.update(counters)
             log.warning(
                 "holdfast: step %d: not a count of steps: %s. A block runs again after a fault and for its check, and "
                 "a process that joins or resumes counts from the start: use step.number, or count "
                 "`if step.committed:` in session(state={...})",
-                step.number,
+                step,
                 ", ".join(counters[:_TOLD_MAX]),
             )
 
@@ -326,18 +327,13 @@ def _is_ours(value: object) -> bool:
     return type(value).__module__.startswith("holdfast.")
 
 
-def _counted_up(before: _Variables, after: _Variables, step: int) -> list[str]:
-    """Return the names of the ints that have grown between the starts of two runs of the block of ``step``.
-
-    An int that has grown to ``step`` or ``step + 1`` was set from the step, and is left out. At step 0 such an int may
-    also be a count of runs: it is returned if it has grown by one.
-    """
-    return [
-        name
-        for name, value in after.plain.items()
-        if type(value) is int and type(then := before.plain.get(name)) is int and then < value < _CLOCK_MIN
-        if value not in (step, step + 1) or step == 0 >= then == value - 1
-    ]
+def _grown(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, int]:
+    """Return the ints that are larger in ``after`` than in ``before``, with their values in ``after``."""
+    return {
+        name: value
+        for name, value in after.items()
+        if type(value) is int and type(then := before.get(name)) is int and then < value < _CLOCK_MIN
+    }
 
 
 def _changed(before: _Variables, after: _Variables) -> str:

@@ -11,6 +11,8 @@ and a difference is no evidence in this job.
 An optimizer that steps after the vote is part of the next ballot. Its update has been made then, so no rank saves its
 state.
 
+The error names what differs (``update_differences.py``).
+
 The variables that the search in the source finds are compared in the same votes (``update_variables.py``).
 
 Invariants:
@@ -29,6 +31,8 @@ import msgspec
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.session.steps.update_differences import Updates, described, difference
 from holdfast.session.steps.update_variables import HINT, UpdateVariables, identified
 
 
@@ -36,12 +40,12 @@ class _Updates(NamedTuple):
     """The updates of the block of ``step``.
 
     Attributes:
-        numbers: the scheduled numbers of each optimizer that has stepped, by the name of the update.
+        settings: the scheduled settings of each optimizer that has stepped, by the name of the update.
         number: identifies the updates, below STEP_MODULUS; 0: they are not compared.
     """
 
     step: int
-    numbers: Mapping[str, list[float]]
+    settings: Updates
     number: int
 
 
@@ -51,6 +55,7 @@ class EqualUpdates:
     Args:
         rank: number of this rank. Rank 0 warns.
         source: the adapter, if it can describe updates.
+        client: the connection to the agent, with which an error finds what differs; None: there is no agent.
         scaled: a gradient scaler may leave out an update on this rank alone.
         searches: look for variables on which the updates depend.
 
@@ -58,14 +63,24 @@ class EqualUpdates:
         variables: the check of these variables.
     """
 
-    def __init__(self, rank: int, source: DescribesUpdates | None, *, scaled: bool, searches: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        source: DescribesUpdates | None,
+        client: WorkerClient | None = None,
+        *,
+        scaled: bool,
+        searches: bool,
+    ) -> None:
         self.variables = UpdateVariables(source, on=searches, warns=rank == 0)
+        self._rank = rank
         self._source = source
+        self._client = client
         self._scaled = scaled
         self._replaces = False  # this process has replaced a lost one
         self._uneven = False  # the ranks have made different updates in a vote that was not refused
         self._known: set[str] = set()  # optimizers that have stepped in this process
-        self._made: dict[str, list[float]] = {}  # in the open block
+        self._made: dict[str, Mapping[str, list[float]]] = {}  # in the open block
         # Of the newest vote, and of the step that was committed last.
         self._voted = self._last = _Updates(-1, {}, 0)
 
@@ -87,8 +102,8 @@ class EqualUpdates:
         if optimizer not in self._known:
             self._known.add(optimizer)
             self.variables.search(joins=self._replaces)
-        numbers = [] if self._source is None else self._source.scheduled_numbers(optimizer)
-        self._made[f"{within}/{optimizer}" if within else optimizer] = numbers
+        settings = {} if self._source is None else self._source.scheduled_settings(optimizer)
+        self._made[f"{within}/{optimizer}" if within else optimizer] = settings
         self.variables.look(joins=self._replaces)
 
     def ballot(self, ballot: Ballot) -> Ballot:
@@ -113,7 +128,7 @@ class EqualUpdates:
             StepError: the difference comes from a replacement. No rank makes the update of the vote.
         """
         if tally.diverged:
-            raise StepError(f"step {step}: {self._described(self._made)}", hint=HINT)
+            raise StepError(self._described(step, self._made), hint=HINT)
         if tally.began_again:
             raise StepError(
                 f"step {step}: the updates depend on variables of the script (here {self.variables.described()}), and "
@@ -122,7 +137,7 @@ class EqualUpdates:
             )
         if tally.diverged_earlier:
             raise StepError(
-                f"step {step - 1}: {self._described(self._last.numbers)}. A checkpoint of step {step} would hold this "
+                f"{self._described(step - 1, self._last.settings)}. A checkpoint of step {step} would hold this "
                 "update; no rank saves one now",
                 hint=HINT,
             )
@@ -137,23 +152,30 @@ class EqualUpdates:
             ended: an epoch has ended with it.
         """
         voted = self._voted
-        late = len(self._made) > len(voted.numbers)
-        self._last = voted._replace(numbers=self._made, number=self._number()) if late else voted
+        late = len(self._made) > len(voted.settings)
+        self._last = voted._replace(settings=self._made, number=self._number()) if late else voted
         self.variables.committed(ended=ended)
 
     def _number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the updates of the block; 0: not compared."""
         if self._scaled and not self._made:
             return 0
-        made = {name: array("d", self._made[name]).tobytes() for name in sorted(self._made)}
-        return identified(*(part for name, numbers in made.items() for part in (name.encode(), numbers)))
+        parts: list[bytes] = []
+        for name in sorted(self._made):
+            parts += (
+                name.encode(),
+                *(array("d", numbers).tobytes() for numbers in self._made[name].values()),
+            )
+        return identified(*parts)
 
-    def _described(self, updates: Mapping[str, list[float]]) -> str:
-        steps = [f"{name!r}{f' (lr {numbers[0]:g})' if numbers else ''}" for name, numbers in updates.items()]
-        does = f"steps {', '.join(steps)}" if steps else "makes no update"
+    def _described(self, step: int, updates: Updates) -> str:
+        differs = difference(self._client, self._rank, step, updates, replaces=self._replaces)
         names = self.variables.names()
         because = f"; the updates depend on {names}" if names else ""
-        return f"this rank {does}, and not all ranks do the same. {self._cause()}{because}"
+        return (
+            f"step {step}: this rank {described(updates)}, and not all ranks do the same"
+            f"{f' ({differs})' if differs else ''}. {self._cause()}{because}"
+        )
 
     def _cause(self) -> str:
         whose = "this process" if self._replaces else "another process"

@@ -264,7 +264,7 @@ class StepRunner:
         self._left = ""  # the exception by which the script left a block, in words
         self._empty = EmptyBlocks()
         self._equal = EqualUpdates(
-            adapter.rank, self._able.describes, scaled=adapter.scaled, searches=verify[0] > 0
+            adapter.rank, self._able.describes, rank.client, scaled=adapter.scaled, searches=verify[0] > 0
         )
         # Step and block index of the newest rehearsal without a backward pass and an update.
         self._idle = (-1, 0)

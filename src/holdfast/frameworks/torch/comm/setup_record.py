@@ -21,7 +21,6 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.frameworks.torch.comm.control_store import ControlClient
+from holdfast.frameworks.torch.nested_tensors import tensors_in
 from holdfast.runtime.node.rundir import write_private
 from holdfast.runtime.worker.script_frames import OURS
 
@@ -84,7 +84,7 @@ class SetupRecord:
 
     def keep(self, call: SetupCall, outputs: Any) -> None:
         """Write the result of a collective, unless it is too large. Waits for the device."""
-        tensors = list(_tensors(outputs))
+        tensors = list(tensors_in(outputs))
         size = sum(tensor.nbytes for tensor in tensors)
         if size > BYTES_MAX or self._bytes + size > BYTES_IN_ALL_MAX:
             return
@@ -100,7 +100,7 @@ class SetupRecord:
 
     def put_back(self, call: SetupCall, outputs: Any) -> bool:
         """Copy the result that the lost process of this rank got into ``outputs``; return False if it is not kept."""
-        tensors = list(_tensors(outputs))
+        tensors = list(tensors_in(outputs))
         head, _, data = self._kept(call).partition(b"\n")
         if head != _head(call, tensors):
             return False
@@ -131,14 +131,6 @@ def _key(call: SetupCall) -> str:
 def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
     kinds = [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
     return json.dumps([call.what, call.group, kinds]).encode()
-
-
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    else:
-        for each in outputs:
-            yield from _tensors(each)
 
 
 def _of_script(frame: FrameType | None) -> bool:

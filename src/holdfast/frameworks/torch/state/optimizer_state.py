@@ -323,15 +323,26 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def scheduled_numbers(optimizer: Optimizer) -> list[float]:
-    """Return learning rate, weight decay, momentum and betas of all parameter groups, in this order; shape [N].
+def scheduled_settings(optimizer: Optimizer) -> dict[str, list[float]]:
+    """Return learning rates, weight decays, momenta and betas of all parameter groups, by the name of the setting.
 
-    Numbers in tensors are left out, because they may be on a device.
+    A number in a tensor on a device is left out, because reading it would wait for the device.
     """
-    found: list[object] = []
-    for group in optimizer.param_groups:
-        found += (group.get("lr"), group.get("weight_decay"), group.get("momentum"), *group.get("betas", ()))
-    return [number for number in found if isinstance(number, (float, int))]
+    groups = optimizer.param_groups
+    found: dict[str, list[Any]] = {
+        setting: [group.get(setting) for group in groups] for setting in ("lr", "weight_decay", "momentum")
+    }
+    found["betas"] = [number for group in groups for number in group.get("betas", ())]
+    return {
+        setting: [number for each in numbers if (number := _number_on_host(each)) is not None]
+        for setting, numbers in found.items()
+    }
+
+
+def _number_on_host(value: object) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    return value if isinstance(value, float | int) else None
 
 
 class OptimizerState:

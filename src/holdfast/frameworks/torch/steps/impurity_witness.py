@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from holdfast.frameworks.torch.nested_tensors import tensors_in
 from holdfast.frameworks.torch.state.boxes import writes_of
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, place_of
@@ -72,7 +73,7 @@ class Witness(TorchFunctionMode):
     ) -> Any:
         """Record a call of torch in the block, and return its result."""
         given = kwargs or {}
-        used = list(_tensors((*args, *given.values())))
+        used = list(tensors_in((*args, given)))
         if self._found is None:
             self._look(func, used, given.get("generator"))
         writes = [writes_of(tensor) for tensor in used]
@@ -81,7 +82,7 @@ class Witness(TorchFunctionMode):
             if writes_of(tensor) != before and not self._knows(tensor):
                 self._made[id(tensor)] = weakref.ref(tensor), f"{_line()} wrote"
         ids = {id(tensor) for tensor in used}
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in(result):
             # Skip a result that is also an argument: it was written in place.
             if id(tensor) not in ids and not self._knows(tensor):
                 self._made[id(tensor)] = weakref.ref(tensor), f"{_line()} made"
@@ -143,16 +144,6 @@ def _digest(tensor: torch.Tensor) -> int:
         return digest_of_tensor(tensor.detach())
     except (RuntimeError, NotImplementedError, TypeError):  # the tensor holds no values (device "meta")
         return 0
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
 
 
 def _line() -> str:
