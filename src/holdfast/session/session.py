@@ -254,9 +254,10 @@ class Session(ScriptLoops):
         """Load the state of this newcomer from the survivors or the memory tier, instead of from a checkpoint."""
         order = self._rank.await_receive()
         found = take_over(self._rank, self._adapter, client, self._tier, order)
-        self._stand_at(found)
         if isinstance(self._adapter, SharesRandomNumbers):
+            # Before the feed of a spare goes to its position: with other streams it begins again.
             self._adapter.draw_from(self._streams_in(found.session))
+        self._stand_at(found)
         self._votes.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
