@@ -27,7 +27,7 @@ def train(x: torch.Tensor, y: torch.Tensor, samples: torch.Tensor) -> None:
     trained = torch.zeros(48)
     trained[samples[counts][rank::ranks]] = 1
     dist.all_reduce(trained)
-    assert trained.max() == 1 and trained.sum() == counts.sum(), "the ranks have drawn other batches"
+    assert trained.max() == 1, "the ranks have drawn other batches: a sample is in two slices"
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x[counts][rank::ranks]), y[counts][rank::ranks])
     loss.backward()  # type: ignore[no-untyped-call]
