@@ -14,6 +14,19 @@ from holdfast.errors import StepError
 pytestmark = pytest.mark.torch
 
 
+def train_in_steps(block: Any) -> None:
+    """Train a generator and a discriminator, in blocks with named updates."""
+    torch.manual_seed(0)
+    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_d = torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1)
+    with holdfast.session(
+        model={"g": g, "d": d}, optimizer={"g": of_g, "d": of_d}, resume="never", verify_block=0
+    ) as s:
+        for step in s.steps(until=3):
+            with step:
+                block(step, g, d, of_g, of_d)
+
+
 def train(block: Any, steps: int = 3, **given: Any) -> None:
     """Train a generator and a discriminator, each with its own optimizer."""
     torch.manual_seed(0)
@@ -41,6 +54,48 @@ def test_each_may_be_cleared_before_its_own_backward(to_none: bool) -> None:
         of_g.step()
 
     train(block)
+
+
+@pytest.mark.parametrize("toggled", [False, True])
+def test_a_network_may_be_cleared_after_the_backward_pass_of_another_went_through_it(toggled: bool) -> None:
+    """GANs that train the generator first: its backward pass goes through the discriminator. Regression: refused."""
+
+    def block(step: Any, g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
+        fake = g(torch.ones(4, 2))
+        of_g.zero_grad()
+        if toggled:
+            d.requires_grad_(False)
+        d(fake).sum().backward()
+        d.requires_grad_(True)
+        with step.update("g"):
+            of_g.step()
+        of_d.zero_grad()
+        d(fake.detach()).sum().backward()
+        with step.update("d"):
+            of_d.step()
+
+    train_in_steps(block)
+
+
+def test_a_network_that_is_not_cleared_is_refused_at_its_named_update() -> None:
+    updates: list[str] = []
+
+    def block(step: Any, g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
+        updates.clear()
+        fake = g(torch.ones(4, 2))
+        of_g.zero_grad()
+        d(fake).sum().backward()
+        with step.update("g"):
+            of_g.step()
+        updates.append("g")
+        d(fake.detach()).sum().backward()
+        with step.update("d"):
+            of_d.step()
+        updates.append("d")
+
+    with pytest.raises(StepError, match="step 0 leaves the gradients of its update"):
+        train_in_steps(block)
+    assert updates == ["g"]
 
 
 @pytest.mark.parametrize("way", ["at the start", "at the end", "by hand"])

@@ -128,6 +128,14 @@ def test_updates_are_compared_among_the_ranks_that_give_a_number() -> None:
     assert tally(*votes) == Tally(passed=True)
 
 
+def test_variables_that_begin_again_are_refused_only_if_no_rank_has_those_of_the_job() -> None:
+    again = Ballot(step=5, variables=3, joins=True, again=True)
+    found = tally(again, again)
+    assert found.began_again and found.explained and not found.passed and not found.mixed
+    assert tally(again, Ballot(step=5, variables=3)) == Tally(passed=True)
+    assert tally(again, Ballot(step=5, variables=3, joins=True)).began_again
+
+
 def test_a_cause_with_an_error_of_its_own_is_not_reported_as_a_fault() -> None:
     """Regression: a replacement with other variables was, and the fence could hide the error on the other ranks."""
     began_again = tally(Ballot(step=5, variables=3), Ballot(step=5, variables=4, joins=True))

@@ -108,6 +108,16 @@ def test_a_death_between_two_updates_of_a_step_undoes_the_first_ones(
     assert "2 faults, 0 steps lost" in output and killed == calm, output
 
 
+@pytest.mark.more
+def test_a_death_between_the_phases_of_a_gan_undoes_the_first_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks have updated the generator, once or twice, with the gradients of this step."""
+    _, calm = run(tmp_path / "calm", "adapted", "lazy", monkeypatch)
+    output, killed = run(tmp_path / "killed", "adapted", "lazy", monkeypatch, KILL_INSIDE="1:4,0:6")
+    assert "2 faults, 0 steps lost" in output and killed == calm, output
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_exact_is_refused_by_name(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -206,6 +216,33 @@ def test_a_variable_in_the_loss_that_a_resumed_job_does_not_have_ends_it_by_name
         r"the updates depend on seen = 0, as at the first step of the job; at the step before: seen = [12]\."
     )
     assert not ended and re.search(f"StepError: {said}", output), output
+
+
+def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: other weights, exit code 0.
+
+    The replacement makes other collectives in its block than its peer. gloo ends the peer for this, so no rank is
+    left with which the replacement could be compared.
+    """
+    output, ended = run(tmp_path, "naive", "lazy", monkeypatch, code=Exit.BAD_INPUT, KILL="1:5")
+    assert output.count("the updates depend on number (lazy.py") == 1 and not ended, output
+    said = "the updates depend on number = 0, as at the first step of the job; at the step before: number = 4"
+    assert f"StepError: {said}" in output, output
+
+
+def test_a_helper_that_ends_the_loop_by_its_turns_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the check of the first block took two turns, and the last two steps were left out without a word."""
+    output, ended = run(tmp_path, "naive", "log_every", monkeypatch, code=Exit.BAD_INPUT)
+    said = (
+        r"a generator around s.steps\(...\) has ended the loop at step 7, by i and iterations \(log_every.py:"
+    )
+    assert re.search(f"StepError: {said}", output) and not ended, output
+    output, ended = run(tmp_path, "naive", "log_every", monkeypatch, code=Exit.BAD_INPUT, KILL="1:8")
+    assert "resumed at step 7 " in output and not ended, output
 
 
 def changed_lines(name: str) -> int:

@@ -56,6 +56,7 @@ class Script:
         self.average = torch.optim.swa_utils.AveragedModel(self.net)
         self.ahead = torch.randn(4, 2)
         self.baseline = torch.zeros(())
+        self.total = torch.zeros(3)
         self.count = 0
         self.generator = torch.Generator()
         self.numbers = np.random.default_rng(1)
@@ -85,6 +86,14 @@ class Script:
         """Write into a tensor from outside the block, in place."""
         self.baseline.mul_(0.9).add_(1.0)
         self.learn(torch.ones(4, 2) - self.baseline)
+
+    def reporting(self) -> None:
+        """Add to a sum for a log, which no computation uses, and use what the block before has left."""
+        self.total.add_(torch.ones(3))
+        self.total += 1.0
+        value = self.baseline.lerp(torch.ones(()), 0.5)
+        self.baseline.copy_(value)
+        self.learn(torch.ones(4, 2) - value)
 
     def drawing(self) -> None:
         """Draw from a generator that is not in the state."""
@@ -138,6 +147,7 @@ class Script:
         ),
         ("counting", r"the run before has changed: .*self.count \(was 2, then 3\)"),
         ("averaging", r"uses the float32 \[\] that test_block_proof.py:\d+ wrote in the run before"),
+        ("reporting", r"uses the float32 \[\] that test_block_proof.py:\d+ wrote in the run before"),
         ("drawing", r"test_block_proof.py:\d+ draws from a generator that is not in session\(state=...\)"),
         (
             "playing",

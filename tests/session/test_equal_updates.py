@@ -236,3 +236,36 @@ def test_a_count_that_goes_on_or_began_with_an_epoch_or_is_of_one_rank_is_not_re
     loop(resumed(8, 0), 8, 0, 9)
     loop(resumed(8, 7, ended=True), 8, 0, 9)
     loop(resumed(8, 7, mixed=True), 8, 0, 9)
+
+
+def both_replaced(step: int, seen: int, *, ended: bool = False) -> list[Rank]:
+    """Return the ranks of a job whose processes have all replaced lost ones before the vote of ``step``."""
+    ranks = [resumed(step, seen, ended=ended), resumed(step, seen, ended=ended)]
+    for rank in ranks:
+        rank.checked.joins()
+    return ranks
+
+
+def test_a_count_that_no_rank_has_any_more_is_refused() -> None:
+    """Regression: the replacements were compared with each other, and both began with the count of a start."""
+    ranks = both_replaced(8, 7)
+    with pytest.raises(StepError, match=r"depend on seen = 0, as at the first step.*before: seen = 7\."):
+        told(ranks, loop(ranks[0], 8, 0, 9), loop(ranks[1], 8, 0, 9))
+
+
+def test_a_count_that_began_again_on_a_rank_of_the_job_as_well_is_not_refused() -> None:
+    ranks = [Rank(), both_replaced(8, 7)[1]]
+    assert told(ranks, loop(ranks[0], 8, 0, 9), loop(ranks[1], 8, 0, 9)) == Tally(passed=True)
+    ranks = both_replaced(8, 7, ended=True)
+    assert told(ranks, loop(ranks[0], 8, 0, 9), loop(ranks[1], 8, 0, 9)) == Tally(passed=True)
+
+
+def test_variables_are_named_once_for_all_optimizers(caplog: pytest.LogCaptureFixture) -> None:
+    rank, count = Rank(first=True), 0
+    for _ in range(2):
+        rank.checked.opens()
+        if count < 99:
+            rank.checked.steps("d", "")
+            rank.checked.steps("g", "")
+        count += 1
+    assert len(caplog.messages) == 1 and "depend on count" in caplog.messages[0]

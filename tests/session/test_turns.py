@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.errors import StepError, UsageError
 from holdfast.exit_codes import Exit
-from holdfast.session.loops.script_source import counted, enclosed, leaves
+from holdfast.session.loops.script_source import counted, enclosed, has_ended, helper, leaves
 from holdfast.session.loops.turn_position import TurnPosition
 from tests.session.launch import run_job
 from tests.session.turns_job import RANKS
@@ -391,3 +391,96 @@ def test_a_break_is_told_from_an_exception() -> None:
         for each in numbers():
             1 / each
     assert told == [True, True, False]
+
+
+Turn = Callable[[Iterator[Any]], Iterator[Any]]
+
+
+def log_every(steps: Iterator[Any], limit: int = 3) -> Iterator[Any]:
+    i = 0
+    for each in steps:
+        yield each
+        i += 1
+        if i >= limit:
+            break
+
+
+def numbered(steps: Iterator[Any], limit: int = 3) -> Iterator[Any]:
+    for i, each in enumerate(steps):
+        yield each
+        if i + 1 == limit:
+            return
+
+
+def knowing(steps: Iterator[Any], limit: int = 3) -> Iterator[Any]:
+    i = 0
+    for each in steps:
+        yield each
+        i += bool(getattr(each, "committed", True)) and each.committed
+        if i >= limit:
+            break
+
+
+def passed(steps: Iterator[Any]) -> Iterator[Any]:
+    yield from steps
+
+
+def timed(steps: Iterator[Any]) -> Iterator[Any]:
+    i, seconds = 0, 60
+    for each in steps:
+        yield each
+        i += 1
+        if i * 20 >= seconds:
+            break
+
+
+@pytest.mark.parametrize(
+    ("way", "stops_at", "names"),
+    [
+        (log_every, 9, "i and limit"),
+        (numbered, 9, "i and limit"),
+        (log_every, 2, ""),  # the loop over the helper has ended first
+        (passed, 2, ""),
+        (timed, 9, ""),
+    ],
+)
+def test_a_helper_that_has_counted_turns_is_named(way: Turn, stops_at: int, names: str) -> None:
+    """A third turn ends the helper; two of the turns were no steps."""
+    found = []
+
+    def steps() -> Iterator[Any]:
+        around, turns = None, 0
+        try:
+            while True:
+                frame = inspect.currentframe()
+                assert frame is not None and frame.f_back is not None
+                around, turns = helper(frame.f_back), turns + 1
+                yield [turns]
+        except GeneratorExit:
+            frame = inspect.currentframe()
+            assert frame is not None and frame.f_back is not None
+            ended = around is not None and has_ended(around, frame.f_back)
+            found.append(around.has_counted(0, turns, turns - 2) if around is not None and ended else "")
+            raise
+
+    for turn in way(steps()):
+        if turn == [stops_at]:
+            break
+    assert len(found) == 1 and found[0].partition(" (")[0] == names
+
+
+def test_a_helper_without_turns_of_its_own_or_with_knowledge_of_them_is_not_named() -> None:
+    def asks(way: Turn) -> Any:
+        seen = []
+
+        def steps() -> Iterator[Any]:
+            frame = inspect.currentframe()
+            assert frame is not None and frame.f_back is not None
+            seen.append(helper(frame.f_back))
+            yield 0
+
+        next(way(steps()))
+        return seen[0]
+
+    assert asks(knowing) is None
+    assert asks(log_every).has_counted(0, 1, 1) == ""

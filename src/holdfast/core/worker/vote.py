@@ -37,7 +37,7 @@ FIELDS = (
     *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved", "hold"),
     *("replaces", "uneven", "step", "step_squared"),
     *("updating", "updates", "updates_squared", "updated_earlier", "earlier", "earlier_squared"),
-    *("joins", "mixed", "known", "variables", "variables_squared", "plan", "plan_squared", "digest"),
+    *("joins", "again", "mixed", "known", "variables", "variables_squared", "plan", "plan_squared", "digest"),
 )
 VECTOR_LENGTH = len(FIELDS)
 
@@ -63,6 +63,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     )
     earlier: int = 0  # identifies those that stepped in the step before, below STEP_MODULUS; 0: not compared
     joins: bool = False  # its process has replaced a lost one, and votes for the first time
+    again: bool = False  # it joins, and one of ``variables`` has its first value of the job again
     mixed: bool = False  # it has seen a passed vote in which ``variables`` were not equal
     # Identifies the values of the script's variables on which the updates depend, below STEP_MODULUS; 0: not compared.
     variables: int = 0
@@ -82,7 +83,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
             *(1, *(int(flag) for flag in flags), residue, residue * residue),
             *(int(self.updates > 0), self.updates, self.updates * self.updates),
             *(int(self.earlier > 0), self.earlier, self.earlier * self.earlier),
-            *(int(self.joins), int(self.mixed)),
+            *(int(self.joins), int(self.again), int(self.mixed)),
             *(int(self.variables > 0), self.variables, self.variables * self.variables),
             *(self.plan, self.plan * self.plan, digest),
         ]
@@ -124,7 +125,9 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     # They did so in the step before because of a replacement, so the state of that step is wrong.
     diverged_earlier: bool = False
     mixed: bool = False  # the script's variables on which the updates depend are not equal
-    began_again: bool = False  # they are so because a replacement joins; then ``passed`` is False
+    # They are so because a replacement joins, or all ranks are replacements and begin with them again; then ``passed``
+    # is False.
+    began_again: bool = False
     reason: str = ""
 
     @property
@@ -163,6 +166,10 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         if mixed and said["joins"] > 0 and said["mixed"] == 0:
             reason = "a replacement begins with other variables of the script than the other ranks have"
             return Tally(passed=False, mixed=True, began_again=True, reason=reason)
+        # No rank has the variables of the job: the last one that had them was lost before this vote.
+        if said["joins"] == world_size and said["again"] > 0:
+            reason = "all ranks are replacements, and begin with the variables of a start"
+            return Tally(passed=False, began_again=True, reason=reason)
         diverged_earlier = differed and replaced
         if compared and said["digest"] % DIGEST_MODULUS != 0 and not diverged_earlier:
             return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")

@@ -66,6 +66,7 @@ from holdfast.frameworks.torch.steps.block_proof import Suspicion, computed_in, 
 from holdfast.frameworks.torch.steps.elastic_accumulation import ElasticAccumulation
 from holdfast.frameworks.torch.steps.gradient_check import TorchGradients
 from holdfast.frameworks.torch.steps.other_ranks_blocks import OtherRanksBlocks
+from holdfast.frameworks.torch.steps.output_hook import OutputHook
 from holdfast.frameworks.torch.steps.stale_grads import Leftover
 from holdfast.frameworks.torch.steps.undeclared_tensors import UndeclaredTensors
 from holdfast.runtime.node import deferred_rank
@@ -118,7 +119,7 @@ class TorchAdapter:
         self.updates = UpdateReplay(self.state, self)
         self.gradients = TorchGradients(self.state, self.updates)
         modules = [module for _, module in modules_of(model)]
-        self._leftover = Leftover(modules, self.state.updated_parameters)
+        self._leftover = Leftover(modules, self.state.updated_parameters, several=len(optimizers) > 1)
         self._fabric = fabric()
         self._ddp = data_parallel(model)
         # True if a launcher can replace this worker alone.
@@ -208,7 +209,7 @@ class TorchAdapter:
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
             *(
-                passed_through(module).register_forward_hook(partial(self._watch_output, number))
+                passed_through(module).register_forward_hook(OutputHook(partial(self._watch_output, number)))
                 for number, (_, module) in enumerate(modules_of(self._model))
             ),
         ]
@@ -239,7 +240,7 @@ class TorchAdapter:
         if self._hooks is not None:
             self._hooks.compiling(False)
 
-    def _watch_output(self, number: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _watch_output(self, number: int, output: Any) -> None:
         # Inside compiled user code this hook would break the graph and cause recompilations.
         if torch.compiler.is_compiling() or number in self._backward_seen:
             return
@@ -496,11 +497,14 @@ class TorchAdapter:
         """Copy the state that a tentative update of optimizer ``name`` is about to change, so that it can be undone."""
         self.updates.refuse("an update is made inside of step.update()")
         self._suspicion.updates()
-        self._snapshot.undo.record(self.state.optimizers[name].optimizer)
+        optimizer = self.state.optimizers[name].optimizer
+        self._leftover.updates(parameters_of(optimizer))
+        self._snapshot.undo.record(optimizer)
 
     def prepare_vote(self) -> None:
         """Make the buffers equal on all ranks, then wait for the device, so that all gradients exist at the vote."""
         self._parts.check()
+        self._leftover.updates()
         self.trains_alone = self.trains_alone and self._fabric.collectives == self._counted
         self._fabric.note_wait()
         self._devices.order()

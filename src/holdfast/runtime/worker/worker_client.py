@@ -528,5 +528,5 @@ def leave_process(code: int) -> None:
 
 def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
+        if stream is not None and not getattr(stream, "closed", False):  # the script's own stream
             stream.flush()

@@ -24,8 +24,8 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 from holdfast.core.protocol.status_page import Phase
@@ -35,6 +35,7 @@ from holdfast.frameworks.common.adapter import Adapter, Feed
 from holdfast.frameworks.common.optional_abilities import StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.status_page import LOCAL_SIZE_BYTES_MAX
+from holdfast.runtime.worker.script_frames import frame_of_script
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.exit_requests import RECORD
@@ -49,7 +50,7 @@ from holdfast.session.loops.loop_bounds import (
     counted_from_here,
 )
 from holdfast.session.loops.own_values import OwnValues
-from holdfast.session.loops.script_source import leaves
+from holdfast.session.loops.script_source import Helper, has_ended, helper, leaves
 from holdfast.session.loops.turn_position import IDIOM, TurnPosition
 from holdfast.session.steps.accumulation import AccumulatingFeed, RefilledBatches, grouped
 from holdfast.session.steps.batches import Batches
@@ -153,7 +154,9 @@ class Loops:
         self._proof = Drawn(adapter, adapter.rank, verify=verify_data)
         self._drawn, self._part = -1, 0  # step of the drawn batches, and index of the next block
         self._given: Step | None = None  # the step that the script has at present
-        self._left_behind: Step | None = None  # the step at which the script has left its loop
+        # The step at which the script has left its loop, and the variable of a generator that has ended the loop by a
+        # count of its turns.
+        self._left_behind: tuple[Step | None, str] = None, ""
         self._tried = -1  # the newest step that the script was given
         self._after: Plain = None  # ``Feed.local_state`` after the step that is voted on
         self._told = b""  # encoded rank-local values on the status page
@@ -274,8 +277,11 @@ class Loops:
         if self.walk.inside and saved_loop < loop:
             self.renew()
         after_block.come_back()  # the script may have left the last loop after a block
+        turns, around, steps = 0, None, self._each(end, after_block, blocks)
         try:
-            yield from self._each(end, after_block, blocks)
+            for step in steps:
+                turns, around = turns + 1, helper(frame_of_script())
+                yield step
             nothing = saved_loop == loop and self._rank.step == begun_at and not after_block.exit_agreed
             if nothing and self._adapter.rank == 0:
                 log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
@@ -284,9 +290,8 @@ class Loops:
             if self.walk.inside and after_block.exit_agreed:
                 raise SystemExit(0)  # the rest of this epoch follows when the job has finished its steps
         except GeneratorExit:
-            self._left_behind = self._given
-            if self.walk.inside and not after_block.exit_agreed:
-                self._leave(certain=leaves(sys._getframe(1)))
+            steps.close()
+            self._note_left(frame_of_script(), around, begun_at, turns, agreed=after_block.exit_agreed)
             raise
         finally:
             self._out_of_loop()
@@ -300,6 +305,25 @@ class Loops:
         """Record, when the script ends, that it does not return to a loop left early, which a newcomer would enter."""
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
+
+    def _note_left(
+        self, caller: FrameType, around: Helper | None, first: int, turns: int, *, agreed: bool
+    ) -> None:
+        """Record that the script has left the open loop in ``caller``.
+
+        Args:
+            around: the generator of the script around the steps.
+            first: step at which this process began the loop.
+            turns: turns that the loop has taken in this process.
+            agreed: all ranks have agreed to leave.
+        """
+        self._left_behind = self._given, ""
+        if agreed:
+            return
+        if around is not None and has_ended(around, caller):
+            self._left_behind = self._given, around.has_counted(first, turns, self._rank.step - first)
+        if self.walk.inside:
+            self._leave(certain=leaves(caller))
 
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
@@ -336,9 +360,17 @@ class Loops:
         """When the script calls the session again, check that it has not left its last loop in the middle of a step.
 
         Raises:
-            StepError: the script has left a loop after an aborted block, so that the step would be missing.
+            StepError: the script has left a loop after an aborted block, so that the step would be missing; or a
+                generator of the script has ended the loop by a count of its turns.
         """
-        step, self._left_behind = self._left_behind, None
+        (step, counter), self._left_behind = self._left_behind, (None, "")
+        if counter:
+            raise StepError(
+                f"a generator around s.steps(...) has ended the loop at step {self._rank.step}, by {counter}: it "
+                "counts turns of the loop, and a block that runs again for its check or after a fault takes a turn",
+                hint="let s.steps(loader, until=N) end the loop: give the generator a number that it does not reach. "
+                "The same command then continues at this step",
+            )
         if step is not None and step.entered and not step.committed:
             raise StepError(
                 f"the script has left its loop after the block of step {step.number}, which has not committed: the "
@@ -465,7 +497,9 @@ class Loops:
             way,
         )
 
-    def _each(self, end: int | None, after_block: AfterBlock, blocks: StepRunner) -> Iterator[Step]:
+    def _each(
+        self, end: int | None, after_block: AfterBlock, blocks: StepRunner
+    ) -> Generator[Step, None, None]:
         while True:
             if after_block.exit_agreed or self._is_over(end) or not self._draw():
                 if self._rank.leave_loop():

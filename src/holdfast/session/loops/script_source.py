@@ -14,7 +14,12 @@ This shows an ``enumerate`` around the steps.
 from __future__ import annotations
 
 import dis
-from types import FrameType
+import inspect
+from collections.abc import Mapping
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from holdfast.runtime.worker.script_frames import place_of
 
 
 def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> bool:
@@ -58,6 +63,70 @@ def leaves(caller: FrameType) -> bool:
     """
     code = dis.get_instructions(caller.f_code)
     return any(each.offset == caller.f_lasti and each.opname in ("POP_TOP", "POP_ITER") for each in code)
+
+
+class Helper(NamedTuple):
+    """A generator of the script around the steps (``MetricLogger.log_every``), when it asks for a step.
+
+    Attributes:
+        code: its code.
+        place: its file and line.
+        numbers: its variables that are whole numbers.
+    """
+
+    code: CodeType
+    place: str
+    numbers: Mapping[str, int]
+
+    def has_counted(self, first: int, turns: int, steps: int) -> str:
+        """Return the variable by which this generator has ended its loop, with limit and place, in words.
+
+        A block that runs again takes another turn of the loop, so a generator that counts turns ends before the last
+        step. Empty: no such variable is found. It has counted the turns, and another variable is its limit.
+
+        Args:
+            first: step at which this process began the loop.
+            turns, steps: turns that the loop has taken in this process, and steps that they have committed.
+        """
+        if turns == steps:
+            return ""
+        counts = {
+            turns - 1,
+            turns - 2,
+            first + turns - 1,
+            first + turns - 2,
+        }  # the last turn is not counted yet
+        for name, value in self.numbers.items():
+            limits = [
+                other for other, limit in self.numbers.items() if other != name and 0 <= limit - value <= 2
+            ]
+            if value in counts and limits:
+                return f"{name} and {limits[0]} ({self.place})"
+        return ""
+
+
+def helper(caller: FrameType) -> Helper | None:
+    """Return the generator that asks for a step; None: it is no generator, or it knows which runs count."""
+    code = caller.f_code
+    if not code.co_flags & inspect.CO_GENERATOR or not {"committed", "number"}.isdisjoint(code.co_names):
+        return None
+    numbers = {name: value for name, value in caller.f_locals.items() if type(value) is int}
+    return Helper(code, place_of(caller), numbers)
+
+
+def has_ended(helper: Helper, caller: FrameType) -> bool:
+    """Return whether ``helper`` has left its loop itself, when the generator of the steps is closed.
+
+    Args:
+        caller: the frame that is now closing the generator of the steps: of ``helper``, or of the loop over it.
+    """
+    if caller.f_code is helper.code:
+        return leaves(caller)
+    return any(
+        each.offset == caller.f_lasti
+        for each in dis.get_instructions(caller.f_code)
+        if each.opname == "FOR_ITER"
+    )
 
 
 def _loops(frame: FrameType) -> list[tuple[int, int]]:

@@ -117,6 +117,7 @@ class EqualUpdates:
             uneven=self._uneven,
             replaces=self._replaces,
             joins=self._replaces and not self.variables.met,
+            again=self.variables.again,
             mixed=self.variables.mixed,
             variables=self.variables.number(),
         )
@@ -129,6 +130,8 @@ class EqualUpdates:
         """
         if tally.diverged:
             raise StepError(self._described(step, self._made), hint=HINT)
+        if tally.began_again and self.variables.again and not tally.mixed:
+            self.variables.refuse()
         if tally.began_again:
             raise StepError(
                 f"step {step}: the updates depend on variables of the script (here {self.variables.described()}), and "

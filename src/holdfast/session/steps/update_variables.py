@@ -6,9 +6,11 @@ loss changes the gradients of all ranks alike, because they are summed. So no co
 source is searched for such variables, and their values are compared:
 
 - between the ranks, when a replacement votes for the first time (``equal_updates.py``);
-- with the state, in a process that continues the job. The state holds the values at the first step of the job and at
-  the newest one. A variable that has its first value again, but had another one at the step before, is refused. If an
-  epoch ended with that step, nothing is refused, because the variable may count the steps of an epoch.
+- with the state, in a process that continues the job, and where all ranks are replacements: ranks that make other
+  collectives in a block may be lost one after the other, before any vote. The state holds the values at the first step
+  of the job and at the newest one. A variable that has its first value again, but had another one at the step before,
+  is refused. If an epoch ended with that step, nothing is refused, because the variable may count the steps of an
+  epoch.
 
 A warning at the first update names the variables before any fault.
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.errors import StepError
@@ -97,8 +99,8 @@ class UpdateVariables:
             return
         places = places_in_script()
         found = [name for name in deciding_variables(places, update=True) if not self._declared(name)]
+        names = [name for name in _plain(values_of(found)) if name not in self._names]
         self._names.update(dict.fromkeys(found, places))
-        names = list(_plain(values_of(found)))
         if names and self._warns and not joins:
             log.warning(
                 "holdfast: the updates depend on %s (%s), and a process that joins or resumes begins with the value "
@@ -117,19 +119,31 @@ class UpdateVariables:
         if not self._names or self._values:
             return
         self._values = _plain(values_of(self._names))
-        first, newest, ended = self._history
-        again = [
+        if self.again and not joins:
+            self.refuse()
+
+    @property
+    def again(self) -> bool:
+        """True if this process continues the job, and a variable has begun again in the open block."""
+        return self._continues and not self._history.ended and bool(self._begun_again())
+
+    def _begun_again(self) -> list[str]:
+        first, newest, _ = self._history
+        return [
             name
             for name, value in self._values.items()
             if first.get(name) == value != newest.get(name, value)
         ]
-        if again and self._continues and not ended and not joins:
-            raise StepError(
-                f"the updates depend on {_shown({name: self._values[name] for name in again})}, as at the first step "
-                f"of the job; at the step before: {_shown({name: newest[name] for name in again})}. This process "
-                "continues the job, and begins with the variables of a start",
-                hint=f"{HINT}; session(verify_block=0) leaves out this check",
-            )
+
+    def refuse(self) -> NoReturn:
+        """Raise a StepError that names the variables that have begun again."""
+        again, newest = self._begun_again(), self._history.newest
+        raise StepError(
+            f"the updates depend on {_shown({name: self._values[name] for name in again})}, as at the first step "
+            f"of the job; at the step before: {_shown({name: newest[name] for name in again})}. This process "
+            "continues the job, and begins with the variables of a start",
+            hint=f"{HINT}; session(verify_block=0) leaves out this check",
+        )
 
     def number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the values; 0: there are none."""

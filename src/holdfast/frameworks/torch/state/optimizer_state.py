@@ -178,6 +178,20 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def trained_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that ``optimizers`` train.
+
+    A parameter that requires no gradient is not trained: a momentum encoder may be a member of an optimizer. But an
+    optimizer of which no parameter requires a gradient trains them all: a script with several networks may set
+    ``requires_grad`` of each network only for the backward pass of this network.
+    """
+    found: set[int] = set()
+    for optimizer in optimizers:
+        members = list(parameters_of(optimizer))
+        found.update(map(id, [p for p in members if p.requires_grad] or members))
+    return found
+
+
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return shallow copies of the parameter groups without the parameters, and without settings that are functions.
 

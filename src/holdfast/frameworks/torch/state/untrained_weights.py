@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from holdfast.frameworks.torch.state.boxes import Mark, local_of
-from holdfast.frameworks.torch.state.optimizer_state import Undo, parameters_of
+from holdfast.frameworks.torch.state.optimizer_state import Undo, trained_by
 from holdfast.frameworks.torch.state.state import TorchState
 
 log = logging.getLogger("holdfast")
@@ -82,7 +82,7 @@ class UntrainedWeights:
     def take(self) -> None:
         """Copy or mark each untrained tensor at the start of a block."""
         self._kept, self._marks = [], []
-        trained = {id(p) for o in self._state.optimizers.values() for p in parameters_of(o.optimizer)}
+        trained = trained_by(o.optimizer for o in self._state.optimizers.values())
         others = list(self._untrained(trained))
         if not others:
             return
@@ -103,13 +103,13 @@ class UntrainedWeights:
 
     def _trained(self, trained: set[int]) -> Iterator[torch.Tensor]:
         for parameter in self._state.names.parameters.values():
-            if parameter.requires_grad and id(parameter) in trained:
+            if id(parameter) in trained:
                 yield parameter
 
     def _untrained(self, trained: set[int]) -> Iterator[_Held]:
         parameters = self._state.names.parameters
         for name, parameter in parameters.items():
-            if not (parameter.requires_grad and id(parameter) in trained):
+            if id(parameter) not in trained:
                 yield _Held(("", name), parameters, name, parameter)
         for name, item in self._state.objects().items():
             if isinstance(item, nn.Module):
@@ -146,7 +146,12 @@ class UntrainedWeights:
             if held.is_replaced:
                 self._moves.add(held.path)
                 held.put_back()
-        changed = [held.path for held, mark in self._marks if not mark.fits(held.tensor)]
+        copied = self._undo.weights()  # also by an update ahead of the vote
+        changed = [
+            held.path
+            for held, mark in self._marks
+            if not mark.fits(held.tensor) and id(held.tensor) not in copied
+        ]
         self._moves |= set(changed)
         if changed and not self._told:
             self._told = True

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from holdfast.frameworks.torch.state.boxes import writes_of
-from holdfast.frameworks.torch.state.optimizer_state import parameters_of
+from holdfast.frameworks.torch.state.optimizer_state import trained_by
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.frameworks.torch.steps.impurity_witness import Witness
@@ -126,9 +126,9 @@ class Suspicion:
 
     def _trained(self) -> Iterator[tuple[str, int]]:
         """Yield the name of each trained weight with torch's count of its writes."""
-        trained = {id(p) for o in self._state.optimizers.values() for p in parameters_of(o.optimizer)}
+        trained = trained_by(o.optimizer for o in self._state.optimizers.values())
         for name, parameter in self._state.names.parameters.items():
-            if parameter.requires_grad and id(parameter) in trained:
+            if id(parameter) in trained:
                 yield name, writes_of(parameter)
 
     def begin(self) -> None:

@@ -8,6 +8,8 @@ Both runs make the same calls of torch, until a call depends on a value that dif
 that reads another value than in the first run shows the impure input. That is a noted tensor, or a tensor that no call
 of torch has made. If the second run itself has made the tensor, the cause is a value that is no tensor. If the two runs
 make different calls before that, the first noted tensor that the second run reads is taken for the cause.
+A call that only adds to a tensor in place (a sum for statistics) computes nothing from it. Such a sum is the cause only
+if another call reads it later.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outsid
 
 _LEFT_OUT = (os.path.dirname(torch.__file__) + os.sep, OURS)
 _OVERWRITES = ("__setitem__", "copy_", "fill_", "zero_")  # calls that do not read the tensor that they write
+_SUMS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 _Call = tuple[str, tuple[int, ...]]  # the function, and digests of the values that it reads
 _Made = tuple["weakref.ref[torch.Tensor]", str]
 
@@ -46,6 +49,8 @@ class Witness(TorchFunctionMode):
     def __init__(self, generators: Iterable[object], known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._left = ""  # the first use of a tensor of the previous run, in words
+        self._added = ""  # the same of a tensor that was only added to
+        self._sums: dict[int, _Made] = {}  # changed in place from values that differ, by id
         self._found: str | None = None  # the first value that differs, in words; empty: this run has made it
         self._calls: list[_Call] = []
         self._calls_before: list[_Call] | None = None  # None: no run to compare with
@@ -57,12 +62,12 @@ class Witness(TorchFunctionMode):
     @property
     def cause(self) -> str:
         """The impure input that was found, in words, or empty."""
-        return self._left if self._found is None else self._found
+        return self._left or self._added if self._found is None else self._found
 
     def turn(self) -> None:
         """Begin to record another run of the block."""
         self._calls_before, self._calls = (self._calls or None), []
-        self._before, self._made = self._made, {}
+        self._before, self._made, self._sums = self._made, {}, {}
 
     def __torch_function__(
         self,
@@ -112,18 +117,25 @@ class Witness(TorchFunctionMode):
         if then[0] != name or len(then[1]) != len(call[1]):
             self._calls_before = None
         else:
-            for tensor, one, other in zip(read, then[1], call[1], strict=True):
-                if one != other:
+            for number, (tensor, one, other) in enumerate(zip(read, then[1], call[1], strict=True)):
+                if one != other and number == 0 and _adds(name):
+                    self._sums.setdefault(id(tensor), (weakref.ref(tensor), self._origin(tensor)))
+                elif one != other:
                     self._found = self._origin(tensor)
                     return
         if not self._left:
-            self._left = next(filter(None, map(self._leftover, read)), "")
+            left = [self._leftover(tensor) for tensor in read]
+            self._added = self._added or (left[0] if left and _adds(name) else "")
+            self._left = next(filter(None, left[_adds(name) :]), "")
 
     def _origin(self, tensor: torch.Tensor) -> str:
         """Return a description of ``tensor``, whose values differ from the previous run.
 
         The description is empty if this run has made the tensor: its difference then has another cause.
         """
+        ref, origin = self._sums.get(id(tensor), (None, ""))
+        if ref is not None and ref() is tensor:
+            return origin
         if self._knows(tensor):
             return ""
         kind = str(tensor.dtype).removeprefix("torch.")
@@ -137,6 +149,11 @@ class Witness(TorchFunctionMode):
             return ""
         kind = str(tensor.dtype).removeprefix("torch.")
         return f"{_line()} uses the {kind} {list(tensor.shape)} that {left} in the run before"
+
+
+def _adds(name: str) -> bool:
+    """Return True for a call that changes its first tensor in place, from the values of this tensor."""
+    return name in _SUMS or (name.endswith("_") and not name.endswith("__") and name not in _OVERWRITES)
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -4,13 +4,16 @@ No checkpoint holds gradients, and an aborted step drops them. So a sum over sev
 and at every resume. A gradient is refused only if three things hold: it existed when the block began, it is still there
 when the first backward pass of the block reaches the output of its module, and it is not zero. It is fine to clear
 gradients before that backward pass (``zero_grad`` at the start, or of each optimizer before its own backward pass). It
-is also fine to leave them in a module that this block does not train.
+is also fine to leave them in a module that this block does not train. With several optimizers, the backward pass of one
+network may pass through another one whose gradients are cleared later (GANs that train the generator first). So there
+the refusal waits for the update, which the left-over gradient must still reach.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -18,6 +21,8 @@ from torch import nn
 from holdfast.errors import StepError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.state.boxes import local_of
+
+_Gradient = tuple[torch.Tensor, weakref.ref[torch.Tensor]]  # a parameter, and the gradient that it had
 
 _ADVICE = (
     "call optimizer.zero_grad() in each block, before backward or after optimizer.step(); to accumulate, do so inside "
@@ -32,12 +37,17 @@ class Leftover:
     Args:
         modules: the modules that the session was given.
         trained: returns the parameters that the session's optimizers update.
+        several: the session has several optimizers.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], trained: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], trained: Callable[[], Iterable[torch.Tensor]], *, several: bool
+    ) -> None:
         self._parameters = [list(module.parameters()) for module in modules]
         self._trained = trained
-        self._left: list[list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]]] = [[] for _ in modules]
+        self._several = several
+        self._left: list[list[_Gradient]] = [[] for _ in modules]
+        self._suspects: list[_Gradient] = []  # seen by a backward pass, and perhaps cleared after it
         self._last = -1, True  # the newest committed step, and whether it made an update
 
     def begin(self) -> None:
@@ -46,6 +56,7 @@ class Leftover:
             [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
             for parameters in self._parameters
         ]
+        self._suspects = []
 
     def ended(self, step: int, *, updated: bool) -> None:
         """Record that step ``step`` is committed, and whether it made an update (``updated``)."""
@@ -61,16 +72,44 @@ class Leftover:
             StepError: the module's trained parameters still have gradients of an earlier block.
         """
         left, self._left[number] = self._left[number], []
-        kept = [(p, p.grad) for p, gradient in left if p.grad is not None and p.grad is gradient()]
+        kept = _still(left)
         if not kept:
             return
         trained = {id(parameter) for parameter in self._trained()}
-        if _any([gradient for parameter, gradient in kept if id(parameter) in trained]):
-            step, updated = self._last
-            made = "leaves the gradients of its update" if updated else "made no update but leaves gradients"
-            raise StepError(
-                f"step {step} {made}, to which the next step adds: no checkpoint holds them", hint=_ADVICE
-            )
+        mine = [held for held in kept if id(held[0]) in trained]
+        if not _any([p.grad for p, _ in mine if p.grad is not None]):
+            return
+        if self._several and self._last[1]:
+            self._suspects += mine
+        else:
+            self._refuse()
+
+    def updates(self, members: Iterable[torch.Tensor] | None = None) -> None:
+        """Refuse an update with gradients of an earlier block that no ``zero_grad`` has removed.
+
+        Args:
+            members: parameters of the optimizer that is about to step; None: of all optimizers.
+
+        Raises:
+            StepError: one of them still has such a gradient.
+        """
+        if not self._suspects:
+            return
+        wanted = None if members is None else {id(p) for p in members}
+        if _still([held for held in self._suspects if wanted is None or id(held[0]) in wanted]):
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        step, updated = self._last
+        made = "leaves the gradients of its update" if updated else "made no update but leaves gradients"
+        raise StepError(
+            f"step {step} {made}, to which the next step adds: no checkpoint holds them", hint=_ADVICE
+        )
+
+
+def _still(held: Iterable[_Gradient]) -> list[_Gradient]:
+    """Return the parameters that still have the recorded gradient."""
+    return [(p, gradient) for p, gradient in held if p.grad is not None and p.grad is gradient()]
 
 
 def _any(gradients: Iterable[torch.Tensor]) -> bool:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from holdfast.frameworks.torch.state.boxes import local_of
-from holdfast.frameworks.torch.state.optimizer_state import parameters_of
+from holdfast.frameworks.torch.state.optimizer_state import parameters_of, trained_by
 from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.steps.block_proof import digest_of_value
@@ -70,7 +70,8 @@ class UndeclaredTensors:
         Args:
             variables: the script's variables by name.
         """
-        weights = [Counter(_shapes(m.parameters())) for _, m in modules_of(self._model)]
+        trained = trained_by(o.optimizer for o in self._state.optimizers.values())
+        weights = [Counter(_shapes(m.parameters(), trained)) for _, m in modules_of(self._model)]
         known = set(self._known_memory())
         seen: dict[int, _Seen] = {}
         slots: dict[_Slot, int] = {}
@@ -158,9 +159,9 @@ def _ints_in(value: object) -> Iterator[int]:
             yield from _ints_in(item)
 
 
-def _shapes(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Size]:
+def _shapes(parameters: Iterable[torch.Tensor], trained: set[int]) -> Iterator[torch.Size]:
     for parameter in parameters:
-        if parameter.requires_grad:
+        if parameter.requires_grad or id(parameter) in trained:
             yield _shape(parameter)
 
 
