@@ -232,6 +232,13 @@ def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
     assert f"StepError: {said}" in output, output
 
 
+def test_what_a_block_leaves_is_named_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the search for the cause ended the script with "Trying to resize storage that is not resizable"."""
+    output, ended = run(tmp_path, "naive", "running", monkeypatch, code=Exit.BAD_INPUT)
+    said = r"running.py:\d+ uses the float32 \[\] that running.py:\d+ wrote in the run before"
+    assert re.search(f"ImpureBlockError: .*: {said}", output) and not ended, output
+
+
 def test_a_helper_that_ends_the_loop_by_its_turns_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

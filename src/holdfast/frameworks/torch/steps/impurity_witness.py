@@ -18,17 +18,20 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from holdfast.frameworks.torch.nested_tensors import tensors_in
-from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.frameworks.torch.state.boxes import local_of, writes_of
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, place_of
 
 _LEFT_OUT = (os.path.dirname(torch.__file__) + os.sep, OURS)
+_WRAPPERS = os.path.join(os.path.dirname(torch.__file__), "distributed", "fsdp", "")
+_WRAPPER_DEPTH = 4  # frames between a wrapper and the call that is seen
 _OVERWRITES = ("__setitem__", "copy_", "fill_", "zero_")  # calls that do not read the tensor that they write
 _SUMS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 _Call = tuple[str, tuple[int, ...]]  # the function, and digests of the values that it reads
@@ -78,9 +81,12 @@ class Witness(TorchFunctionMode):
     ) -> Any:
         """Record a call of torch in the block, and return its result."""
         given = kwargs or {}
+        if _in_wrapper():
+            return func(*args, **given)
         used = list(tensors_in((*args, given)))
         if self._found is None:
-            self._look(func, used, given.get("generator"))
+            written = {id(tensor) for tensor in tensors_in(given.get("out"))}
+            self._look(func, [each for each in used if id(each) not in written], given.get("generator"))
         writes = [writes_of(tensor) for tensor in used]
         result = func(*args, **given)
         for tensor, before in zip(used, writes, strict=True):
@@ -158,9 +164,23 @@ def _adds(name: str) -> bool:
 
 def _digest(tensor: torch.Tensor) -> int:
     try:
-        return digest_of_tensor(tensor.detach())
+        held = local_of(tensor.detach())
+        # FSDP2 resizes the memory of gathered weights. It has none of them now, or NumPy must not see it (in a copy).
+        return digest_of_tensor(held.clone()) if held.untyped_storage().nbytes() else 0
     except (RuntimeError, NotImplementedError, TypeError):  # the tensor holds no values (device "meta")
         return 0
+
+
+def _in_wrapper() -> bool:
+    """Return True in a call of torch's own wrappers, which work on memory that they gather and free (FSDP2)."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_WRAPPER_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.startswith(_WRAPPERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _line() -> str:
