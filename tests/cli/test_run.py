@@ -35,6 +35,9 @@ if "raise" in sys.argv:
     while not all(pathlib.Path(f"said-{n}").exists() for n in range(int(os.environ["WORLD_SIZE"]))):
         time.sleep(0.01)
     undefined_name
+if "unknown" in sys.argv:
+    print("usage: train.py [--lr LR]", file=sys.stderr)
+    sys.exit(2)
 if "modules" in sys.argv:
     print("wave was there:", "wave" in sys.modules, flush=True)
 if "wait" in sys.argv:
@@ -172,6 +175,16 @@ def test_a_script_that_fails(holdfast: Run, tmp_path: Path) -> None:
     assert Path(log.removeprefix("  log: ")).read_text().count("NameError") == 1
     assert then.startswith("  next: ") and "holdfast logs" in then
     assert working_in(tmp_path) == {}
+
+
+def test_a_script_that_refuses_its_arguments_has_its_log_named(holdfast: Run) -> None:
+    result = holdfast("run", "--nproc-per-node", "2", "train.py", "unknown")
+    assert result.returncode == 1, result.stderr
+    *_, then = result.stderr.splitlines()
+    assert (
+        "SystemExit: exit code 2" in result.stderr and "usage: train.py" in result.stdout + result.stderr
+    ), result
+    assert then.startswith("  next: read why the script ended itself before it trained: holdfast logs"), then
 
 
 def test_ctrl_c_leaves_with_the_documented_code(tmp_path: Path) -> None:

@@ -86,6 +86,17 @@ def test_parts_of_a_model_with_the_same_names_end_the_run_at_once(
     assert re.search(said, output) and "names, those of the whole model" in output and not ended, output
 
 
+@pytest.mark.more
+def test_a_check_of_what_a_collective_returned_in_a_block_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replacement runs its first block without peers, so the sum over the ranks is too small there."""
+    output, ended = run(tmp_path, "naive", "sliced", monkeypatch, code=Exit.FAILED, KILL="1:2")
+    assert "AssertionError: a sample is missing" in output and not ended, output
+    said = "".join(path.read_text() for path in tmp_path.glob("runs/*/attempt-000/rank-*.log"))
+    assert "holdfast: this run of the block had no peers" in said, said
+
+
 def test_a_death_in_the_middle_of_an_update_that_communicates_undoes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

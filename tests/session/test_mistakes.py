@@ -45,3 +45,13 @@ def test_a_rank_that_leaves_the_others_alone_is_the_first_that_is_named(
     events = event_log.read(tmp_path / "runs/it/events.jsonl").events
     assert next(e.data["rank"] for e in events if e.kind == "detected") == 1, done.stdout
     assert sum(e.kind == "verdict" for e in events) <= 2, done.stdout
+
+
+@pytest.mark.more
+def test_ranks_that_the_script_starts_itself_are_named(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 1, str(Path(__file__).with_name("spawned_job.py")))
+    said = " ".join(done.stdout.split())
+    assert done.returncode != 0 and "of 2 was started by the script itself (multiprocessing)" in said, said
+    assert (
+        "next: holdfast run --nproc-per-node 2, and let the script call the function of a rank once" in said
+    )

@@ -391,6 +391,8 @@ class RunLauncher:
         if code is Exit.FAILED and fault is not None and fault.kind != "exception":
             return f"holdfast report {self._name()}"  # there is no traceback
         if code is Exit.FAILED and fault is not None and fault.what.startswith(SystemExit.__name__):
+            if not view.session:
+                return f"read why the script ended itself before it trained: holdfast logs {self._name()}"
             return (
                 f"find its sys.exit(): all ranks have to leave at the same step; holdfast logs {self._name()}"
             )

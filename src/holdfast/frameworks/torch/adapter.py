@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing import parent_process
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -722,7 +723,7 @@ def _place(own_groups: bool) -> tuple[int, int]:
 
     Raises:
         UsageError: the launcher's variables name several processes, but there is no process group; or the variables
-            contradict the process group.
+            contradict the process group; or the script has started this process.
         UnsupportedError: the process groups were made before Holdfast's were installed.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -735,6 +736,13 @@ def _place(own_groups: bool) -> tuple[int, int]:
             )
         return 0, 1
     if own_groups and dist.get_world_size() > 1 and not isinstance(dist.group.WORLD, ReconfigurableGroup):
+        if parent_process() is not None:
+            raise UsageError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()} was started by the script itself "
+                "(multiprocessing), not by a launcher, which could not replace it",
+                hint=f"holdfast run --nproc-per-node {dist.get_world_size()}, and let the script call the function of "
+                "a rank once, with int(os.environ['LOCAL_RANK']) and init_method='env://', instead of spawn()",
+            )
         raise UnsupportedError(
             "the process groups were made before Holdfast could put its own behind them",
             hint="`import holdfast.torch` before init_process_group(...), or start with `holdfast run`",

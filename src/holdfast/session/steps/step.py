@@ -41,6 +41,12 @@ from holdfast.session.steps.unassigned_variables import bind
 from holdfast.session.steps.update_variables import UpdateVariables
 from holdfast.session.steps.voting import VoteCaster
 
+_ALONE = (
+    "holdfast: this run of the block had no peers, as the first run of a process that joins or resumes: each "
+    "collective returned the data of this rank. Check what a collective returns after the block, in `if "
+    "step.committed:`"
+)
+
 
 class StepAborted(Aborted):
     """The exception that leaves a block that is not committed: its vote was refused, or it was only a rehearsal."""
@@ -516,6 +522,8 @@ class StepRunner:
         if self._is_fault(error) or self._excuses(step, error):
             self._abort(step)
             return True
+        if step.rehearsal:
+            error.add_note(_ALONE)
         self._give_up(step, error)
         if (impure := self._prover.explains(step, error)) is not None:
             raise impure from error
