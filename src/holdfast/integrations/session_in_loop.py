@@ -19,6 +19,7 @@ from functools import partial, wraps
 from typing import Any
 
 import holdfast
+from holdfast.frameworks.common.random_streams import Streams
 from holdfast.integrations.drawn_batches import DrawnBatches
 from holdfast.integrations.recorded_calls import RecordedCalls
 from holdfast.session.session import Session
@@ -54,6 +55,11 @@ class Replay:
         self.drawn = DrawnBatches(known.get("drawn"), verify=arguments.get("verify_data", True))
         self._calls = RecordedCalls(session.steps(until=sys.maxsize))
         session.framework_stands()
+
+    @property
+    def streams(self) -> Streams | None:
+        """The streams of random numbers of all copies of the model; None: one stream per copy."""
+        return None if self._session is None else self._session.streams
 
     @property
     def is_open(self) -> bool:

@@ -484,6 +484,11 @@ class Session(ScriptLoops):
         with self._sections.run(name):
             yield
 
+    @property
+    def streams(self) -> Streams | None:
+        """The streams of random numbers of all copies of the model, for integrations; None: one stream per copy."""
+        return self._adapter.streams if isinstance(self._adapter, SharesRandomNumbers) else None
+
     def framework_stands(self) -> None:
         """Record that the library that drives the loop has finished its setup or other work before the next block."""
         self._rank.moved(ScriptEvent.FRAMEWORK_DONE)

@@ -24,6 +24,7 @@ from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
 pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run has its own bound
 
 JOB = Path(__file__).with_name("lightning_job.py")
+SLICES = Path(__file__).with_name("lightning_slices_job.py")
 AFTER = Path(__file__).with_name("lightning_after_job.py")
 LOADERS = Path(__file__).with_name("loaders_job.py")
 BATCHES = 5
@@ -73,6 +74,17 @@ def test_protected_training_computes_what_the_stock_one_does(tmp_path: Path, pla
     assert {**results(tmp_path), "calls": plain["calls"]} == plain
     assert "is not the same on all ranks" not in output, "a metric that each rank has of its own"
     assert (plain["step"], plain["epoch"], plain["calls"]) == (STEPS, 3, 3 * BATCHES)
+
+
+def test_ranks_that_take_slices_of_one_batch_draw_the_same_batch(tmp_path: Path) -> None:
+    """Regression: each rank drew an order of its own, so that the slices came from different batches."""
+    code, output = run(tmp_path, ["holdfast", "run"], SLICES, ranks=2)
+    assert code == 0, output
+    # The replaced process of rank 1 knows the batches since the fifth.
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("drawn-*")}
+    both = [number for number in range(1, 9) if f"drawn-1-{number}" in drawn]
+    assert both[-4:] == [5, 6, 7, 8], drawn
+    assert [drawn[f"drawn-0-{n}"] for n in both] == [drawn[f"drawn-1-{n}"] for n in both]
 
 
 def test_what_follows_the_fit_runs_and_a_replaced_rank_logs_where_the_lost_one_did(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
 
     def _loader(self, trainer: pl.Trainer, process: Any, loader: Any) -> Any:
         made = process(loader)
-        drawn, seed = lambda: self._replay.drawn, self._arguments["seed"]
-        return PositionedLoader(made, trainer, seed, drawn) if trainer.training else made
+        seed = self._arguments["seed"]
+        return PositionedLoader(made, trainer, seed, lambda: self._replay) if trainer.training else made
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open a section of the session, because an evaluation may take long."""

@@ -29,8 +29,8 @@ from torch import Tensor
 from holdfast.errors import UnsupportedError
 from holdfast.frameworks.torch.data.position import Source, make_source
 from holdfast.frameworks.torch.state.rng import Draws
-from holdfast.integrations.drawn_batches import DrawnBatches
 from holdfast.integrations.recorded_calls import is_newcomer
+from holdfast.integrations.session_in_loop import Replay
 
 SMALL = "small tensor"
 SMALL_NUMEL = 64
@@ -147,14 +147,13 @@ class PositionedLoader:
     If a trainer has several loaders, each is wrapped in its own object.
     """
 
-    def __init__(
-        self, loader: Any, trainer: pl.Trainer, seed: int, drawn: Callable[[], DrawnBatches]
-    ) -> None:
-        """Wrap ``loader``. ``drawn`` returns the :class:`DrawnBatches` of this rank once the session is open."""
-        self._source: Source = make_source(loader, seed, Draws.same(trainer.global_rank))
+    def __init__(self, loader: Any, trainer: pl.Trainer, seed: int, replay: Callable[[], Replay]) -> None:
+        """Wrap ``loader``. ``replay`` returns the :class:`Replay` of this rank once the session is open."""
+        self._rank = trainer.global_rank
+        self._source: Source = make_source(loader, seed, Draws.same(self._rank))
         self._loop = trainer.fit_loop
         self._loader = loader
-        self._drawn = drawn
+        self._replay = replay
         self._ended = -1  # the newest epoch in which a pass over this loader ended
 
     def __len__(self) -> int:
@@ -163,7 +162,8 @@ class PositionedLoader:
     def __iter__(self) -> Iterator[Any]:
         # Read the epoch at the first batch, when Lightning has set it.
         epoch = self._loop.epoch_progress.current.processed
-        skip, drawn = self._skip(epoch), self._drawn()
+        skip, drawn = self._skip(epoch), self._replay().drawn
+        self._source.become(Draws.of(self._replay().streams, self._rank))
         if self._is_alone():
             # The batch before ``skip`` is read only for the comparison.
             first = skip - 1 if drawn.expects(epoch, skip - 1) else skip
