@@ -72,7 +72,7 @@ def test_adapted_ends_with_the_bits_of_the_undisturbed_run(
 def test_stages_of_a_pipeline_by_hand_read_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script compares the samples of its two ranks. Regression: each rank drew an order of its own, silently."""
+    """The script compares the samples of its two ranks. Regression: each rank drew a separate order, silently."""
     output, ended = run(tmp_path, "adapted", "staged", monkeypatch, KILL="1:2,0:4")
     assert "2 faults, 0 steps lost" in output and len(ended) == 2, output
 

@@ -572,8 +572,8 @@ class Session(ScriptLoops):
             **self._finite.values(),
             **self._blocks.variables.kept(),
         }
-        if isinstance(self._adapter, SharesRandomNumbers) and self._adapter.streams is not None:
-            session["streams"] = self._adapter.streams.plain()
+        if (streams := self.streams) is not None:
+            session["streams"] = streams.plain()
         return {**collected.values, "session": session}
 
     def _locals(self) -> dict[str, object]:

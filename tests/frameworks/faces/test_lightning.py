@@ -77,7 +77,7 @@ def test_protected_training_computes_what_the_stock_one_does(tmp_path: Path, pla
 
 
 def test_ranks_that_take_slices_of_one_batch_draw_the_same_batch(tmp_path: Path) -> None:
-    """Regression: each rank drew an order of its own, so that the slices came from different batches."""
+    """Regression: each rank drew a separate order, so that the slices came from different batches."""
     code, output = run(tmp_path, ["holdfast", "run"], SLICES, ranks=2)
     assert code == 0, output
     # The replaced process of rank 1 knows the batches since the fifth.

@@ -126,7 +126,7 @@ class SharesRandomNumbers(Protocol):
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of all copies of the model; None: each copy has streams of its own."""
+        """The streams of all copies of the model; None: each copy has separate streams."""
 
     def compare_generators(self) -> Streams:
         """Compare the generators of this rank with those of all ranks, which call it too. Raises: PeerLost."""

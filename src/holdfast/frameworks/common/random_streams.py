@@ -22,14 +22,14 @@ Invariant: the result is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 import xxhash
 
-from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
+from holdfast.runtime.node.shm_allreduce import sum_in_votes
 
 DIGEST_BITS: Final = 62
 """Bits of a digest of a generator's state. A sum over the ranks, of which one has the digest, must fit 64 bits."""
@@ -120,14 +120,7 @@ def compare_generators(
             rules[name] = "own"
         else:
             firsts: dict[int, int] = {}
-            states = enumerate(_of_all(digest, rank, world_size, vote))
-            table = [firsts.setdefault(state, at) for at, state in states]
+            states = sum_in_votes([digest if at == rank else 0 for at in range(world_size)], vote)
+            table = [firsts.setdefault(state, at) for at, state in enumerate(states)]
             rules[name] = "own" if table == list(range(world_size)) else table
     return Streams(rules)
-
-
-def _of_all(digest: int, rank: int, world_size: int, vote: Callable[[list[int]], list[int]]) -> Iterator[int]:
-    """Yield the digests of all ranks, in the order of the ranks."""
-    for start in range(0, world_size, VOTE_LENGTH_MAX):
-        stop = min(start + VOTE_LENGTH_MAX, world_size)
-        yield from vote([digest if each == rank else 0 for each in range(start, stop)])

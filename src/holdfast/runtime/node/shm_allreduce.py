@@ -44,6 +44,19 @@ _LOOK_S = 0.02  # pause between two checks whether the awaited process exists
 Check = Callable[[], None]
 
 
+def sum_in_votes(vector: Sequence[int], vote: Callable[[list[int]], list[int]]) -> list[int]:
+    """Return the sum of ``vector`` over all ranks, computed in pieces of the length of a vote.
+
+    Args:
+        vector: of any length, the same on all ranks.
+        vote: returns the sum of up to ``VOTE_LENGTH_MAX`` ints over all ranks.
+    """
+    total: list[int] = []
+    for start in range(0, len(vector), VOTE_LENGTH_MAX):
+        total += vote(list(vector[start : start + VOTE_LENGTH_MAX]))
+    return total
+
+
 class SharedMemoryAllReduce:
     """The board (shared-memory all-reduce) of one generation.
 

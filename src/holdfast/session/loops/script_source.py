@@ -90,12 +90,8 @@ class Helper(NamedTuple):
         """
         if turns == steps:
             return ""
-        counts = {
-            turns - 1,
-            turns - 2,
-            first + turns - 1,
-            first + turns - 2,
-        }  # the last turn is not counted yet
+        # The last turn is not counted yet.
+        counts = {begin + turns - late for begin in (0, first) for late in (1, 2)}
         for name, value in self.numbers.items():
             limits = [
                 other for other, limit in self.numbers.items() if other != name and 0 <= limit - value <= 2
@@ -122,11 +118,7 @@ def has_ended(helper: Helper, caller: FrameType) -> bool:
     """
     if caller.f_code is helper.code:
         return leaves(caller)
-    return any(
-        each.offset == caller.f_lasti
-        for each in dis.get_instructions(caller.f_code)
-        if each.opname == "FOR_ITER"
-    )
+    return any(offset == caller.f_lasti for offset, _ in _loops(caller))
 
 
 def _loops(frame: FrameType) -> list[tuple[int, int]]:

@@ -96,7 +96,7 @@ class SetupRecord:
         fits = size <= STORED_BYTES_MAX and self._stored_bytes + size <= STORED_BYTES_IN_ALL_MAX
         if self._store is not None and fits:
             self._stored_bytes += size
-            self._store.kv("set", (_key(call),), content)
+            self._store.kv("set", (f"holdfast/{_name(call)}",), content)
 
     def put_back(self, call: SetupCall, outputs: Any) -> bool:
         """Copy the result that the lost process of this rank got into ``outputs``; return False if it is not kept."""
@@ -118,14 +118,15 @@ class SetupRecord:
         try:
             return self._path(call).read_bytes()
         except FileNotFoundError:
-            return b"" if self._store is None else self._store.kv("get", (_key(call),)).value
+            return b"" if self._store is None else self._store.kv("get", (f"holdfast/{_name(call)}",)).value
 
     def _path(self, call: SetupCall) -> Path:
-        return self._directory / f"setup-{call.rank}-{call.number}-{call.group}"
+        return self._directory / _name(call)
 
 
-def _key(call: SetupCall) -> str:
-    return f"holdfast/setup/{call.rank}/{call.number}/{call.group}"
+def _name(call: SetupCall) -> str:
+    """Return the name of the file, and of the key, of a call."""
+    return f"setup-{call.rank}-{call.number}-{call.group}"
 
 
 def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:

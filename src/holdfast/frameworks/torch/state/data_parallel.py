@@ -80,10 +80,11 @@ def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
         return True
     if sharded_mesh(model) is not None or data_parallel(model):
         return False
-    several_stages = any(len(ranks) > 1 for ranks in _stage_ranks())
-    parameters = (p for _, top in modules_of(model) for p in top.parameters())
-    declared = any(region_of(p) is not None for p in parameters)
-    return several_stages or declared or any(mesh.size() > 1 for mesh in _split_meshes(model))
+    if any(len(ranks) > 1 for ranks in _stage_ranks()) or any(
+        mesh.size() > 1 for mesh in _split_meshes(model)
+    ):
+        return True
+    return any(region_of(p) is not None for _, top in modules_of(model) for p in top.parameters())
 
 
 def _stage_ranks() -> Iterator[list[int]]:

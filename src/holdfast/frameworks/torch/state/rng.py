@@ -50,7 +50,7 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, streams: Streams | None, copy: int) -> Draws:
-        """Return the streams of copy number ``copy``; ``streams`` of None: each copy has streams of its own."""
+        """Return the streams of copy number ``copy``; ``streams`` of None: each copy has separate streams."""
         if streams is None:
             return cls.same(copy)
         return cls(*[streams.number(kind, copy) for kind in cls._fields])
@@ -150,7 +150,7 @@ class RandomNumbers:
         seed: seed of the session.
 
     Attributes:
-        streams: the streams of all copies of the model; None: each copy has streams of its own.
+        streams: the streams of all copies of the model; None: each copy has separate streams.
     """
 
     def __init__(self, seed: int) -> None:

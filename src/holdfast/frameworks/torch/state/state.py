@@ -58,6 +58,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     hyperparameters,
     parameters_of,
     refuse_in_backward,
+    trained_by,
 )
 from holdfast.frameworks.torch.state.parameter_names import Models, names_of
 from holdfast.frameworks.torch.state.restore_in_place import put_into
@@ -324,6 +325,10 @@ class TorchState:
         """Yield the parameters of all optimizers."""
         for optimizer in self.optimizers.values():
             yield from parameters_of(optimizer.optimizer)
+
+    def trained(self) -> set[int]:
+        """Return the ids of the parameters that the optimizers train (:func:`trained_by`)."""
+        return trained_by(optimizer.optimizer for optimizer in self.optimizers.values())
 
     def size(self) -> int:
         """Return a hash that changes when a tensor of an optimizer or the user's state is added, lost or reshaped."""

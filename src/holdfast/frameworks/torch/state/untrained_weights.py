@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from holdfast.frameworks.torch.state.boxes import Mark, local_of
-from holdfast.frameworks.torch.state.optimizer_state import Undo, trained_by
+from holdfast.frameworks.torch.state.optimizer_state import Undo
 from holdfast.frameworks.torch.state.state import TorchState
 
 log = logging.getLogger("holdfast")
@@ -82,7 +82,7 @@ class UntrainedWeights:
     def take(self) -> None:
         """Copy or mark each untrained tensor at the start of a block."""
         self._kept, self._marks = [], []
-        trained = trained_by(o.optimizer for o in self._state.optimizers.values())
+        trained = self._state.trained()
         others = list(self._untrained(trained))
         if not others:
             return

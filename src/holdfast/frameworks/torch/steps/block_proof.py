@@ -10,7 +10,6 @@ import torch
 import xxhash
 
 from holdfast.frameworks.torch.state.boxes import writes_of
-from holdfast.frameworks.torch.state.optimizer_state import trained_by
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.frameworks.torch.steps.impurity_witness import Witness
@@ -126,7 +125,7 @@ class Suspicion:
 
     def _trained(self) -> Iterator[tuple[str, int]]:
         """Yield the name of each trained weight with torch's count of its writes."""
-        trained = trained_by(o.optimizer for o in self._state.optimizers.values())
+        trained = self._state.trained()
         for name, parameter in self._state.names.parameters.items():
             if id(parameter) in trained:
                 yield name, writes_of(parameter)

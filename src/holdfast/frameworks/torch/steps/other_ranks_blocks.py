@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy as copies
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -15,7 +15,7 @@ from holdfast.frameworks.torch.data.position import MapSource, TorchFeed, make_s
 from holdfast.frameworks.torch.state.rng import RandomNumbers
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.frameworks.torch.steps.block_proof import gradients_in
-from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
+from holdfast.runtime.node.shm_allreduce import sum_in_votes
 
 
 class OtherRanksBlocks:
@@ -70,8 +70,4 @@ class OtherRanksBlocks:
 
     def sum(self, vector: Sequence[int]) -> list[int]:
         """Return the sum of ``vector`` over all ranks, computed in pieces of the length of a vote. Raises: PeerLost."""
-        return list(self._summed(vector))
-
-    def _summed(self, vector: Sequence[int]) -> Iterator[int]:
-        for start in range(0, len(vector), VOTE_LENGTH_MAX):
-            yield from self._fabric.reduce_vote(list(vector[start : start + VOTE_LENGTH_MAX]))
+        return sum_in_votes(vector, self._fabric.reduce_vote)

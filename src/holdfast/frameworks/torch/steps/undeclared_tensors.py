@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from holdfast.frameworks.torch.state.boxes import local_of
-from holdfast.frameworks.torch.state.optimizer_state import parameters_of, trained_by
+from holdfast.frameworks.torch.state.optimizer_state import parameters_of
 from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.steps.block_proof import digest_of_value
@@ -70,7 +70,7 @@ class UndeclaredTensors:
         Args:
             variables: the script's variables by name.
         """
-        trained = trained_by(o.optimizer for o in self._state.optimizers.values())
+        trained = self._state.trained()
         weights = [Counter(_shapes(m.parameters(), trained)) for _, m in modules_of(self._model)]
         known = set(self._known_memory())
         seen: dict[int, _Seen] = {}
