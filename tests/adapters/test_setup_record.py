@@ -14,7 +14,7 @@ from holdfast.frameworks.torch.comm.setup_record import SetupCall, SetupRecord
 from holdfast.runtime.node.flight_recorder import Flight
 
 pytestmark = pytest.mark.torch
-CALL = SetupCall("all_gather", "world.0", 1, 0)
+CALL = SetupCall("all_gather", "world.0", 1, 7, 0)
 
 
 def test_a_replacement_gets_the_result_of_the_lost_process(tmp_path: Path) -> None:
@@ -30,6 +30,7 @@ def test_a_replacement_gets_the_result_of_the_lost_process(tmp_path: Path) -> No
     [
         (CALL._replace(rank=0), torch.zeros(3)),
         (CALL._replace(number=1), torch.zeros(3)),
+        (CALL._replace(place=8), torch.zeros(3)),
         (CALL._replace(what="broadcast"), torch.zeros(3)),
         (CALL, torch.zeros(4)),
         (CALL, torch.zeros(3, dtype=torch.int32)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ from tests.others.beat import beat, end, long
 MAX_ITERS = long(12)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+prepared = Path("prepared").exists()
+dist.barrier()
+if not prepared:  # a replacement finds the file, and leaves out this call
+    first: list[Any] = [{"width": 48, "lr": 0.01} if rank == 0 else None]
+    dist.broadcast_object_list(first, src=0)
+    Path("prepared").touch()
 settings: list[Any] = [{"width": 16, "lr": 0.05} if rank == 0 else None]
 dist.broadcast_object_list(settings, src=0)
 smoothing = torch.full((), 0.1 if rank == 0 else 0.0)

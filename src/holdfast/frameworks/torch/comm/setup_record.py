@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 from types import FrameType
@@ -50,14 +51,23 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 class SetupCall(NamedTuple):
-    """One collective of this process: its kind, its group, the rank in it and the number of earlier ones of the group.
+    """One collective of this process.
 
-    The number and the kind agree in a process and in its replacement, because both run the same code.
+    A process and its replacement run the same code, so they agree in all of this. One of them may leave out a call that
+    the other makes (a file that exists by then). The place keeps the other calls apart from it.
+
+    Attributes:
+        what: its kind.
+        group: its group.
+        rank: rank of this process in the group.
+        place: identifies the lines of the script and its libraries that make it.
+        number: number of earlier ones of this group in this place.
     """
 
     what: str
     group: str
     rank: int
+    place: int
     number: int
 
 
@@ -72,15 +82,16 @@ class SetupRecord:
     def __init__(self, directory: Path, store: ControlClient | None = None) -> None:
         self._directory = directory
         self._store = store
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, int]] = Counter()
         self._bytes = self._stored_bytes = 0
 
     def call(self, what: str, group: str, rank: int) -> SetupCall | None:
         """Return the call of the collective that begins now; None: the script does not make it, or it is not kept."""
-        if self._counts.total() >= RESULTS_MAX or not _of_script(sys._getframe(1)):
+        place = _place(sys._getframe(1))
+        if place is None or self._counts.total() >= RESULTS_MAX:
             return None
-        self._counts[group] += 1
-        return SetupCall(what, group, rank, self._counts[group] - 1)
+        self._counts[group, place] += 1
+        return SetupCall(what, group, rank, place, self._counts[group, place] - 1)
 
     def keep(self, call: SetupCall, outputs: Any) -> None:
         """Write the result of a collective, unless it is too large. Waits for the device."""
@@ -126,7 +137,7 @@ class SetupRecord:
 
 def _name(call: SetupCall) -> str:
     """Return the name of the file, and of the key, of a call."""
-    return f"setup-{call.rank}-{call.number}-{call.group}"
+    return f"setup-{call.rank}-{call.place:08x}-{call.number}-{call.group}"
 
 
 def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
@@ -134,16 +145,26 @@ def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
     return json.dumps([call.what, call.group, kinds]).encode()
 
 
-def _of_script(frame: FrameType | None) -> bool:
-    """Return whether the script or a library calls the function of ``torch.distributed`` that makes a collective."""
+def _place(frame: FrameType | None) -> int | None:
+    """Return a number for the lines that call a function of ``torch.distributed``, which makes a collective.
+
+    None: neither the script nor a library other than torch calls it.
+    """
     by_function = False
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_CALLS, _HERE)):
-            return by_function and not file.startswith((_TORCH, OURS))
+    while frame is not None and (file := frame.f_code.co_filename).startswith((*_CALLS, _HERE)):
         by_function = by_function or file.startswith(_CALLS)
         frame = frame.f_back
-    return False
+    if frame is None or not by_function or frame.f_code.co_filename.startswith((_TORCH, OURS)):
+        return None
+    found = 0
+    while frame is not None:
+        file = frame.f_code.co_filename
+        # A replacement may be started otherwise, so the frames of the start are left out.
+        if not file.startswith((OURS, "<")) and os.path.basename(file) != "runpy.py":
+            line = f"{os.path.basename(file)}:{frame.f_lineno}"
+            found = zlib.crc32(line.encode(), found)
+        frame = frame.f_back
+    return found
 
 
 _RECORD: list[SetupRecord] = []
