@@ -229,6 +229,32 @@ def test_a_variable_in_the_loss_that_a_resumed_job_does_not_have_ends_it_by_name
     assert not ended and re.search(f"StepError: {said}", output), output
 
 
+def test_a_schedule_that_the_check_of_the_block_advances_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the rate was two steps ahead in the whole training, exit code 0."""
+    output, ended = run(tmp_path, "naive", "scheduled", monkeypatch, code=Exit.BAD_INPUT, PLACE="block")
+    said = r"schedule.count \(was 2.0, then 3.0\), .*\(lr of group 0 of optimizer 'default' differ\)"
+    assert re.search(f"ImpureBlockError: step 0: .*{said}", output) and not ended, output
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "first"),
+    [
+        ("behind", "schedule.count", "0.0"),
+        pytest.param("average", "momenta", "'a generator that has not begun'", marks=pytest.mark.more),
+    ],
+)
+def test_an_object_that_a_resumed_job_does_not_have_ends_it_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str, first: str
+) -> None:
+    """Regression: the schedule, or the momentum of an average, began again without a word, exit code 0."""
+    run(tmp_path, "naive", "scheduled", monkeypatch, code=Exit.REQUEUE, PLACE=place, STOP="3")
+    output, ended = run(tmp_path, "naive", "scheduled", monkeypatch, code=Exit.BAD_INPUT, PLACE=place)
+    said = f"the updates depend on {name} = {first}, as at the first step of the job; at the step before: {name} = "
+    assert f"StepError: {said}" in output and not ended, output
+
+
 def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

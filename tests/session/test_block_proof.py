@@ -45,6 +45,19 @@ def test_one_step_in_so_many_is_checked() -> None:
     assert runs == [0, 0, 1, 2, 3, 3, 4, 5, 6, 7, 7, 8]
 
 
+class Warmup:
+    """A learning rate that rises with each call of ``step``."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the rate of all groups."""
+        self.calls += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * self.calls
+
+
 class Script:
     """A training of two weights, with blocks that use leftovers of other blocks."""
 
@@ -60,6 +73,7 @@ class Script:
         self.count = 0
         self.generator = torch.Generator()
         self.numbers = np.random.default_rng(1)
+        self.warmup = Warmup()
         self.seen = torch.ones(4, 2)
         self.shown = np.ones((4, 2), np.float32)
         self.stream = (torch.full((4, 2), float(n)) for n in itertools.count())
@@ -116,6 +130,11 @@ class Script:
             self.net.weight.copy_(self.net.weight / 1.1)
         self.learn(torch.ones(4, 2))
 
+    def scheduling(self) -> None:
+        """Set the learning rate from an object that counts its calls."""
+        self.warmup.step(self.optimizer)
+        self.learn(torch.ones(4, 2))
+
     def pure(self) -> None:
         """Use nothing that other blocks have left."""
         self.learn(torch.ones(4, 2))
@@ -154,6 +173,7 @@ class Script:
             r"test_block_proof.py:\d+ uses a float32 \[4, 2\] that has other values than in the run before",
         ),
         ("iterating", r"the run before has changed: .*stream \(drawn from\)"),
+        ("scheduling", r"self.warmup.calls \(was 2, then 3\),.*lr of group 0 of optimizer 'default' differ"),
     ],
 )
 def test_an_impure_block_is_refused_before_its_update(way: str, cause: str) -> None:
@@ -226,6 +246,7 @@ def test_a_variable_that_counts_runs_of_blocks_is_named(
 ) -> None:
     """Regression: a variable that the script sets from the step after its block was named at step 0."""
     script, calls, behind, steps, clock, newest, index = Script(), 0, 0, 0, 10**12, offset - 9, 0
+    momenta, fresh = (number / 9 for number in range(90)), (number for number in range(9))
     if first:
         with holdfast.session(model=script.net, optimizer=script.optimizer, checkpoint=tmp_path) as s:
             for step in s.steps(until=first):
@@ -243,6 +264,8 @@ def test_a_variable_that_counts_runs_of_blocks_is_named(
                 calls += 1
                 clock += 1
                 index = step.number % 2  # no count: each run of the block sets it
+                fresh = (number for number in range(9))
+                assert next(momenta) >= 0 and next(fresh) == 0
                 script.pure()
             newest = step.number + offset  # no count: right in a process that joins
             behind += 1
@@ -250,7 +273,7 @@ def test_a_variable_that_counts_runs_of_blocks_is_named(
                 steps += 1
     assert (calls, behind, steps, newest, index) == (8, 8, 4, first + 3 + offset, (first + 3) % 2)
     (told,) = [line for line in caplog.messages if "not a count of steps" in line]
-    assert f"step {first}: not a count of steps: calls, behind. A block runs again" in told
+    assert f"step {first}: not a count of steps: calls, behind, momenta. A block runs again" in told
 
 
 def test_enumerate_around_the_steps_is_refused_before_the_first_one() -> None:

@@ -244,7 +244,7 @@ class DescribesUpdates(Protocol):
         """
 
     def declares(self, value: object) -> bool:
-        """Return whether the session has the object ``value`` in its state."""
+        """Return whether the session keeps the plain attributes of the object ``value`` in its state."""
 
 
 @runtime_checkable

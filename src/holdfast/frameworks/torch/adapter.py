@@ -317,8 +317,8 @@ class TorchAdapter:
         return scheduled_settings(self.state.optimizers[optimizer].optimizer)
 
     def declares(self, value: object) -> bool:
-        """Return whether ``value`` is one of the objects in ``session(state=...)``."""
-        return any(value is item for item in self.state.extras.values())
+        """Return whether the session keeps the plain attributes of the object ``value``."""
+        return self.state.declares(value)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""

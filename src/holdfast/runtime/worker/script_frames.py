@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from types import FrameType
+from types import FrameType, GeneratorType
+from typing import Any
 
 from holdfast.package import DIRECTORY
 
@@ -59,21 +61,34 @@ def variables_of_script() -> dict[str, object]:
 
 
 def values_of(names: Iterable[str]) -> dict[str, object]:
-    """Return the values of variables, and of attributes of variables (``self.tick``), in the script's stack frames.
+    """Return the values of variables and attributes (``self.tick``, ``self.rate.tick``) in the script's stack frames.
 
     The innermost frame that has a variable counts. A name without a value is left out.
     """
     found: dict[str, object] = {}
     frames = list(frames_outside((OURS, *LIBRARIES)))
     for name in names:
-        owner, _, attribute = name.partition(".")
+        owner, *attributes = name.split(".")
         scopes = (scope for frame in frames for scope in (frame.f_locals, frame.f_globals))
         value = next((scope[owner] for scope in scopes if owner in scope), _MISSING)
-        if attribute:
+        for attribute in attributes:
             value = getattr(value, attribute, _MISSING)
         if value is not _MISSING:
             found[name] = value
     return found
+
+
+def position_of(generator: GeneratorType[Any, Any, Any]) -> str:
+    """Return the position of a generator as text: whether it has begun, and the numbers and texts in its variables."""
+    state = inspect.getgeneratorstate(generator)
+    if state == inspect.GEN_CREATED:
+        return "a generator that has not begun"
+    variables = [
+        f"{name} = {value!r}"
+        for name, value in inspect.getgeneratorlocals(generator).items()
+        if isinstance(value, bool | int | float | str)
+    ]
+    return f"a generator with {', '.join(variables) or state}"
 
 
 def _scopes() -> Iterator[tuple[str, dict[str, object]]]:

@@ -21,13 +21,13 @@ from __future__ import annotations
 import logging
 import random
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType, ModuleType
+from collections.abc import Iterator, Mapping
+from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
-from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
 from holdfast.session.steps.undeclared_state import UndeclaredState
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class Prover:
         ] = {}  # digests before each update that the current run makes ahead of its vote
         self._proofs: list[Proof | None] = []  # None: the run broke off
         self._variables: dict[int, _Variables] = {}  # at the start of each run, by its index
-        # Ints of the script that have grown in a check: its step, and their values at the start of its second run.
-        self._grown: tuple[int, Mapping[str, int]] = (-1, {})
+        # Counts of the script that have grown in a check: its step, and their values at the start of its second run.
+        self._grown: tuple[int, Mapping[str, int | str]] = (-1, {})
         self._told: set[str] = set()  # variables that count runs
         # The exception of a second run after a first one without: its step and class.
         self._second: tuple[int, type[BaseException]] | None = None
@@ -204,7 +204,7 @@ class Prover:
         self._proofs.append(proof)
         done = [proof for proof in self._proofs if proof is not None]
         if len(self._proofs) == RUNS and (len(done) < RUNS or done[0] == done[1]):
-            self._grown = step.number, _grown(self._variables[0].plain, self._variables[1].plain)
+            self._grown = step.number, _grown(self._variables[0].counts(), self._variables[1].counts())
             self._passed(step)
         elif len(self._proofs) == 2 * RUNS:
             self._judge(step, adapter, done)
@@ -213,16 +213,16 @@ class Prover:
         self._checked, self._first = step.number, False
 
     def _tell_counters(self) -> None:
-        """Warn of script variables that grow with each run: code after the update may use them, and is not compared.
+        """Warn of variables and generators that advance with each run: code after the update may use them.
 
-        A count of runs has grown at the starts of three runs in a row. A variable that is set from the step, in the
-        block or after it, has grown at the start of the second run only.
+        The results of such code are not compared. A count of runs has grown at the starts of three runs in a row. A
+        variable that is set from the step, in the block or after it, has grown at the start of the second run only.
         """
         step, before = self._grown
         if not before:
             return
         self._grown = -1, {}
-        grown = _grown(before, _variables(frame_of_script()).plain)
+        grown = _grown(before, _variables(frame_of_script()).counts())
         counters = [name for name in grown if name not in self._told]
         if counters:
             self._told.update(counters)
@@ -291,12 +291,17 @@ class _Variables(NamedTuple):
         plain: bools, numbers and strings by name, including attributes of ``self``.
         inner: bools, numbers and strings in attributes of other objects, by ``name.attribute``: for example the
             position in a loader class of the script.
-        drawing: names of iterators and random generators.
+        drawing: positions of iterators and random generators by name; empty: not known.
     """
 
     plain: Mapping[str, object]
     inner: Mapping[str, object]
-    drawing: Sequence[str]
+    drawing: Mapping[str, str]
+
+    def counts(self) -> dict[str, int | str]:
+        """Return the values that may count runs: ints, and positions of generators."""
+        ints = {name: value for name, value in self.plain.items() if type(value) is int}
+        return {**ints, **{name: position for name, position in self.drawing.items() if position}}
 
 
 def _variables(frame: FrameType) -> _Variables:
@@ -304,12 +309,12 @@ def _variables(frame: FrameType) -> _Variables:
     own = _attributes(variables.get("self"))
     plain: dict[str, object] = {}
     inner: dict[str, object] = {}
-    drawing: list[str] = []
+    drawing: dict[str, str] = {}
     for name, value in {**variables, **{f"self.{name}": value for name, value in own.items()}}.items():
         if isinstance(value, _PLAIN) and not name.startswith("__"):
             plain[name] = value
         elif isinstance(value, Iterator | random.Random) or hasattr(value, "bit_generator"):
-            drawing.append(name)
+            drawing[name] = position_of(value) if isinstance(value, GeneratorType) else ""
         elif name != "self" and not _is_ours(value):
             attributes = _attributes(value)
             inner.update(
@@ -327,20 +332,23 @@ def _is_ours(value: object) -> bool:
     return type(value).__module__.startswith("holdfast.")
 
 
-def _grown(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, int]:
-    """Return the ints that are larger in ``after`` than in ``before``, with their values in ``after``."""
-    return {
-        name: value
-        for name, value in after.items()
-        if type(value) is int and type(then := before.get(name)) is int and then < value < _CLOCK_MIN
-    }
+def _grown(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> dict[str, int | str]:
+    """Return the counts that are larger in ``after``, and the generators that have advanced, with their new values."""
+    return {name: value for name, value in after.items() if name in before and _advanced(before[name], value)}
+
+
+def _advanced(before: int | str, after: int | str) -> bool:
+    if isinstance(before, int) and isinstance(after, int):
+        return before < after < _CLOCK_MIN
+    return before != after
 
 
 def _changed(before: _Variables, after: _Variables) -> str:
     """Return a text that names changed variables and all iterators, as possible causes; empty: there are none."""
     then, now = {**before.plain, **before.inner}, {**after.plain, **after.inner}
-    names = [name for name, value in now.items() if then.get(name, value) != value]
+    # A variable that the block has not assigned yet is a nan.
+    names = [name for name, value in now.items() if repr(then.get(name, value)) != repr(value)]
     names.sort(key=lambda name: isinstance(now[name], float))  # last, as they are mostly times
     told = [f"{name} (was {then[name]}, then {now[name]})" for name in names[:_TOLD_MAX]]
-    told += [f"{name} (drawn from)" for name in after.drawing[:_TOLD_MAX]]
+    told += [f"{name} (drawn from)" for name in list(after.drawing)[:_TOLD_MAX]]
     return f"it may use what the run before has changed: {', '.join(told)}" if told else ""

@@ -6,24 +6,27 @@ ranks if it depends on a variable that each step takes over from the step before
 begins again. So the search starts at the names in these expressions and follows the assignments of the loop. It keeps
 the names that the loop reads before it writes them.
 
+A call of a function of the script counts with the body of that function (``called_bodies.py``). So attributes of an
+object, which its methods read and write, are found by the names ``object.attribute``. A generator that the block draws
+from is found as well: what it yields depends on the number of draws.
+
 The result is text for an error. Source that is not there, and conditions in other forms, give no names.
 """
 
 from __future__ import annotations
 
 import ast
-import linecache
 import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, values_of
+from holdfast.session.steps.called_bodies import LOCAL, CallWithBody, chain, of_script, tree_of, with_bodies
 
 Places = tuple[tuple[str, int], ...]
 
 VARIABLES_MAX = 4  # in a message
-_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.While
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
@@ -38,8 +41,7 @@ def places_in_script() -> Places:
     """
     frames = frames_outside((OURS, *LIBRARIES, "<"))  # "<frozen runpy>"
     places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
-    # An environment may take packages from another one, which ``LIBRARIES`` does not have.
-    found = [place for place in places if not any(part in place[0] for part in _PACKAGES)]
+    found = [place for place in places if of_script(place[0])]
     loops = [index for index, place in enumerate(found) if _loops_around(*place)]
     return tuple(found[: loops[-1] + 1] if loops else found[:1])
 
@@ -58,18 +60,31 @@ def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ..
         update: the innermost place is an update: also find what may decide about the loss and the learning rate.
     """
     names = (name for file, line in reversed(places) for name in _of_place(file, line, update=update))
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(name for name in names if LOCAL not in name))
 
 
 def _of_place(file: str, line: int, *, update: bool) -> Iterator[str]:
     scope, *inner = _inside_scope(file, line)
     loops = _loops_around(file, line)
-    for block in loops or [scope]:
+    blocks = [node for node in inner if isinstance(node, ast.With)] if update else []
+    full = with_bodies(file, [*loops, *blocks]) if loops else [scope]
+    for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
-        conditions += _skips(block, line)
-        carried = _carried(block, _names_in([*conditions, *(_sources(block) if update else [])]))
+        conditions += _skips(loop, line)
+        carried = _carried(body, _names_in([*conditions, *(_sources(body) if update else [])]))
         # Local variables of a function without a loop do not outlive its call.
         yield from carried if loops else (name for name in carried if "." in name)
+    for block in full[len(loops) : len(loops) + 1] if loops else []:
+        yield from _drawn(block)
+
+
+def _drawn(block: ast.AST) -> Iterator[str]:
+    """Yield the variables whose next item ``block`` takes by ``next``, and which it does not write."""
+    written = {name for name, stores in _uses(block) if stores}
+    for node in ast.walk(block):
+        match node:
+            case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source) not in {"", *written}:
+                yield chain(source)
 
 
 def _sources(node: ast.AST) -> list[ast.expr]:
@@ -79,10 +94,11 @@ def _sources(node: ast.AST) -> list[ast.expr]:
 
 
 def _values(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions from which one statement sets a rate or computes gradients; empty: none of them.
+    """Return the expressions from which one statement sets a rate, computes gradients or moves an average.
 
     A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
     a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
+    An average of weights is moved by a product in place, of what is no number.
     """
     match node:
         case (
@@ -92,11 +108,19 @@ def _values(node: ast.AST) -> list[ast.expr]:
             return [value]
         case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
             return [loss, *arguments]
+        case ast.Call(func=ast.Attribute(attr="mul_" | "lerp_"), args=arguments):
+            return arguments
+        case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
+            return [value]
         case ast.Expr(value=ast.Call(func=ast.Name() | ast.Attribute() as called) as call) if (
             _SETS_RATES.search(_dotted(called))
         ):
             return [*call.args, *(keyword.value for keyword in call.keywords)]
     return []
+
+
+def _is_number(name: str) -> bool:
+    return isinstance(values_of([name]).get(name), int | float)
 
 
 def _dotted(node: ast.expr) -> str:
@@ -110,7 +134,8 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
-    return {name for node in nodes for name, _ in _uses(node)}
+    """Return the names of the variables on which the values of expressions depend."""
+    return {name for node in nodes for name, _ in _uses(node, results=True)}
 
 
 def _carried(block: ast.AST, wanted: set[str]) -> list[str]:
@@ -132,17 +157,9 @@ def _loops_around(file: str, line: int) -> list[ast.AST]:
 
 def _inside_scope(file: str, line: int) -> list[ast.AST]:
     """Return the function (or module) of a line, and in it the nodes that contain the line, the outermost first."""
-    tree = _tree(file)
+    tree = tree_of(file)
     around = [tree, *_enclosing(tree, line)]
     return around[max(index for index, node in enumerate(around) if isinstance(node, _Scope)) :]
-
-
-@cache
-def _tree(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
 
 
 def _enclosing(node: ast.AST, line: int) -> Iterator[ast.AST]:
@@ -179,10 +196,13 @@ def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.e
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
-def _uses(node: ast.AST) -> Iterator[tuple[str, bool]]:
+def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]:
     """Yield the variables that ``node`` uses, in the order of execution, and whether it writes them.
 
     An attribute of a variable is a variable of its own (``self.tick``). An element is a part of its container.
+
+    Args:
+        results: of the body of a called function, only use what its value depends on.
     """
     match node:
         case ast.AugAssign():
@@ -191,7 +211,7 @@ def _uses(node: ast.AST) -> Iterator[tuple[str, bool]]:
             yield from _uses(node.target)
         case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
             if node.value is not None:
-                yield from _uses(node.value)
+                yield from _uses(node.value, results=results)
             for target in _targets(node):
                 yield from _uses(target)
         case ast.For():
@@ -199,14 +219,19 @@ def _uses(node: ast.AST) -> Iterator[tuple[str, bool]]:
                 yield from _uses(part)
         case ast.Name():
             yield node.id, isinstance(node.ctx, ast.Store)
-        case ast.Attribute(value=ast.Name()):
-            yield ast.unparse(node), isinstance(node.ctx, ast.Store)
+        case ast.Attribute() if name := chain(node):
+            if not isinstance(node.value, ast.Name):
+                yield from _uses(node.value)
+            yield name, isinstance(node.ctx, ast.Store)
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
-            yield from _uses(node.slice)
+            yield from _uses(node.slice, results=results)
             yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in _uses(node.value))
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _uses(part)
+        case CallWithBody() if results:
+            for part in node.results():
+                yield from _uses(part, results=True)
         case _:
             for child in ast.iter_child_nodes(node):
-                yield from _uses(child)
+                yield from _uses(child, results=results)

@@ -22,12 +22,13 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Mapping
+from types import GeneratorType
 from typing import Any, NamedTuple, NoReturn
 
 from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import values_of
+from holdfast.runtime.worker.script_frames import position_of, values_of
 from holdfast.session.steps.deciding_variables import (
     VARIABLES_MAX,
     Places,
@@ -180,9 +181,11 @@ class UpdateVariables:
         return f"{_shown(self._values) or 'none'}{where}"
 
     def _declared(self, name: str) -> bool:
-        """Return whether the owner of an attribute (``self`` of ``self.tick``) is state of the session."""
-        owner, dot, _ = name.partition(".")
-        return bool(dot) and self._source is not None and self._source.declares(values_of([owner]).get(owner))
+        """Return whether an owner of an attribute (``self.rate`` of ``self.rate.tick``) is state of the session."""
+        parts = name.split(".")
+        owners = [".".join(parts[:count]) for count in range(1, len(parts))]
+        source = self._source
+        return source is not None and any(source.declares(owner) for owner in values_of(owners).values())
 
 
 def identified(*parts: bytes) -> int:
@@ -194,13 +197,18 @@ def identified(*parts: bytes) -> int:
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
-    """Return the bools, numbers and short strings in ``values``. Other values may be state of the session."""
+    """Return the bools, numbers, short strings and positions of generators in ``values``.
+
+    Other values may be state of the session.
+    """
     found: dict[str, _Plain] = {}
     for name, value in values.items():
         if isinstance(value, bool) or (isinstance(value, str) and len(value) <= TEXT_LENGTH_MAX):
             found[name] = value
         elif isinstance(value, int | float):
             found[name] = int(value) if isinstance(value, int) else float(value)  # no subclass of NumPy
+        elif isinstance(value, GeneratorType):
+            found[name] = position_of(value)[:TEXT_LENGTH_MAX]
     return found
 
 

@@ -326,6 +326,17 @@ class TorchState:
         for optimizer in self.optimizers.values():
             yield from parameters_of(optimizer.optimizer)
 
+    def declares(self, value: object) -> bool:
+        """Return whether ``value`` is an optimizer, a schedule, the scaler or one of the user's own objects.
+
+        A module is none of them: its state does not have its plain attributes.
+        """
+        if isinstance(value, torch.nn.Module):
+            return False
+        optimizers = (each.optimizer for each in self.optimizers.values())
+        items = (self.scaler, *optimizers, *self.schedulers.values(), *self.extras.values())
+        return any(value is item for item in items)
+
     def trained(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train (:func:`trained_by`)."""
         return trained_by(optimizer.optimizer for optimizer in self.optimizers.values())

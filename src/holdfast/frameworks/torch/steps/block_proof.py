@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.frameworks.torch.state.optimizer_state import hyperparameters
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.frameworks.torch.steps.impurity_witness import Witness
@@ -21,11 +22,7 @@ def found_by(state: TorchState) -> dict[str, int]:
     Keys are descriptions of the values. A run without effect restores this state, so the next run must find the same
     digests.
     """
-    found: dict[str, int] = {}
-    for name, optimizer in state.optimizers.items():
-        for number, group in enumerate(optimizer.hyperparameters()):
-            for key, value in group.items():
-                found[f"{key} of group {number} of optimizer {name!r}"] = digest_of_value(value)
+    found = dict(_settings_in(state))
     for name, scheduler in state.schedulers.items():
         found[f"scheduler {name!r}"] = digest_of_value(scheduler.state_dict())
     for name, item in state.plain_extras().items():
@@ -36,6 +33,14 @@ def found_by(state: TorchState) -> dict[str, int]:
     return found
 
 
+def _settings_in(state: TorchState) -> Iterator[tuple[str, int]]:
+    """Yield a description and a digest of each setting of each parameter group."""
+    for name, optimizer in state.optimizers.items():
+        for number, group in enumerate(hyperparameters(optimizer.optimizer)):
+            for key, value in group.items():
+                yield f"{key} of group {number} of optimizer {name!r}", digest_of_value(value)
+
+
 def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
     """Yield the name of each parameter that has a gradient, with the digest of the gradient. Waits for the device."""
     for name, parameter in state.names.parameters.items():
@@ -44,7 +49,10 @@ def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
 
 
 def computed_in(state: TorchState) -> dict[str, int]:
-    """Return digests of each gradient and each buffer; empty if there is no gradient. Waits for the device."""
+    """Return digests of gradients, buffers and optimizer settings; empty if there is no gradient.
+
+    Waits for the device.
+    """
     found = {f"the gradient of {name}": digest for name, digest in gradients_in(state)}
     if not found:
         return found
@@ -52,7 +60,7 @@ def computed_in(state: TorchState) -> dict[str, int]:
         live = slot.get()
         if live is not None:
             found[f"buffer {slot.fqn}"] = digest_of_tensor(live)
-    return found
+    return {**found, **dict(_settings_in(state))}
 
 
 def digest_of_value(value: Any) -> int:

@@ -1,0 +1,258 @@
+"""The bodies of the script's functions, put into the calls that a loop makes: a part of the search in the source.
+
+Theory. A script may keep what a step takes over from the step before in an object, such as a schedule that counts its
+calls. The source of the loop alone does not show it. So each call of a function or method of the script gets the body
+of that function. In the body, ``self`` becomes the object of the call. The parameters are assigned from the arguments.
+Other local names are renamed, because they end with the call. The name of a function is looked up in the running
+script, so the search needs the frames of the script on the stack.
+
+Functions of libraries are left out, and so are functions below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import linecache
+import os
+import textwrap
+import tokenize
+from collections.abc import Iterator, Sequence
+from functools import cache
+from types import CodeType, FunctionType, ModuleType
+
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, values_of
+
+DEPTH_MAX = 3
+BODIES_MAX = 50
+LOCAL = "@"
+"""Character in the new name of a local variable of a called function. No variable of a script has it."""
+
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+
+
+class CallWithBody(ast.Call):
+    """A call with the body of the called function.
+
+    Attributes:
+        body: the statements of the function, with the names of the caller.
+    """
+
+    _fields = (*ast.Call._fields, "body")
+
+    def __init__(self, call: ast.Call, body: list[ast.stmt]) -> None:
+        super().__init__(func=call.func, args=call.args, keywords=call.keywords)
+        ast.copy_location(self, call)
+        self.body = body
+
+    def results(self) -> Iterator[ast.expr]:
+        """Yield the expressions on which the value of the call depends."""
+        yield from (self.func, *self.args, *(keyword.value for keyword in self.keywords))
+        for statement in self.body:
+            yield from _returned(statement)
+
+
+def of_script(file: str) -> bool:
+    """Return whether ``file`` belongs to the script, and not to a library, Holdfast or the interpreter."""
+    # An environment may take packages from another one, which ``LIBRARIES`` does not have.
+    return not file.startswith((OURS, *LIBRARIES, "<")) and not any(part in file for part in _PACKAGES)
+
+
+def chain(node: ast.AST) -> str:
+    """Return a variable with its attributes as text (``self.schedule.step``); empty for any other expression."""
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            owner = chain(node.value)
+            return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    """Return the syntax tree of a source file; an empty one if the source is not there."""
+    return _parsed("".join(linecache.getlines(file)))
+
+
+def with_bodies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
+    """Return copies of ``nodes``, in which the calls of the script's functions have bodies.
+
+    Args:
+        file: the source file of the nodes.
+        nodes: nodes of ``tree_of(file)``. The first one contains the others.
+    """
+    # A second parse takes a hundredth of the time of a copy.
+    tree = _parsed("".join(linecache.getlines(file)))
+    wanted = {_place(node): None for node in nodes}
+    found = {place: node for node in ast.walk(tree) if (place := _place(node)) in wanted}
+    copies = [found[place] for place in wanted if place in found]
+    if copies:
+        _Bodies(file).visit(copies[0])
+    return copies
+
+
+class _Bodies(ast.NodeTransformer):
+    """The transformer that gives calls their bodies.
+
+    Args:
+        file: the source file of the loop. Global variables of functions of other files have other frames.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._active: list[CodeType] = []
+        self._count = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        function, owner = _function(node.func)
+        if function is None or len(self._active) == DEPTH_MAX or self._count == BODIES_MAX:
+            return node
+        code = function.__code__
+        definition = None if code in self._active or not of_script(code.co_filename) else _definition(code)
+        if definition is None:
+            return node
+        self._count += 1
+        names = _Names(definition, owner, f"{LOCAL}{self._count}", ours=code.co_filename == self._file)
+        statements = [names.visit(statement) for statement in definition.body]
+        self._active.append(code)
+        body = [*names.bindings(node), *(self.visit(statement) for statement in statements)]
+        self._active.pop()
+        return CallWithBody(node, body)
+
+
+def _function(called: ast.expr) -> tuple[FunctionType | None, ast.expr | None]:
+    """Return the Python function that a call runs now, and the expression of its ``self``; None: there is none."""
+    if not chain(called):
+        return None, None
+    owner: ast.expr | None = None
+    if isinstance(called, ast.Attribute):
+        holder = _value(chain(called.value))
+        value = _static(holder, called.attr)
+        if isinstance(value, FunctionType) and called.attr not in _instance(holder):
+            owner = called.value  # a method, and not a function in a module or in an attribute
+        elif isinstance(value, staticmethod):
+            value = value.__func__
+    else:
+        value = _value(called.id) if isinstance(called, ast.Name) else None
+    if value is not None and not _is_code(value):
+        kind = type(value)
+        value, owner = _static(kind, "forward") or _static(kind, "__call__"), called
+    found = inspect.unwrap(value) if callable(value) else None
+    return (found, owner) if isinstance(found, FunctionType) else (None, None)
+
+
+def _is_code(value: object) -> bool:
+    """Return whether ``value`` is code itself, and not an object whose class may define calls of it."""
+    return isinstance(value, FunctionType | type | ModuleType) or inspect.isroutine(value)
+
+
+def _value(name: str) -> object:
+    """Return the value of a variable or its attribute now, without a call of code of the script."""
+    first, *attributes = name.split(".")
+    value = values_of([first]).get(first)
+    for attribute in attributes:
+        value = _static(value, attribute)
+    return value
+
+
+def _static(holder: object, attribute: str) -> object:
+    found = _instance(holder).get(attribute)
+    if found is not None:
+        return found
+    kind = holder if isinstance(holder, type) else type(holder)
+    return next((vars(base)[attribute] for base in kind.__mro__ if attribute in vars(base)), None)
+
+
+def _instance(holder: object) -> dict[str, object]:
+    """Return the attributes of an object, and the modules that a torch module holds."""
+    attributes = {} if isinstance(holder, type) else getattr(holder, "__dict__", {})
+    modules = attributes.get("_modules")
+    return {**modules, **attributes} if isinstance(modules, dict) else attributes
+
+
+def _definition(code: CodeType) -> ast.FunctionDef | None:
+    """Return a new syntax tree of a function; None: its source is not there, or it is a lambda."""
+    tree = _parsed(_text(code))
+    return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+
+
+@cache
+def _text(code: CodeType) -> str:
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    # inspect.getsource() takes fifty times as long: it asks all modules for their files.
+    try:
+        return textwrap.dedent("".join(inspect.getblock(lines))) if lines else ""
+    except (SyntaxError, tokenize.TokenError):
+        return ""
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+class _Names(ast.NodeTransformer):
+    """The transformer that gives the names in a function the meaning that they have for its caller.
+
+    Args:
+        definition: the function.
+        owner: the expression of ``self``; None: the function is no method.
+        mark: what is added to the local names of this call.
+        ours: the function is in the file of the loop. Otherwise its global variables are not those of the loop.
+    """
+
+    def __init__(self, definition: ast.FunctionDef, owner: ast.expr | None, mark: str, *, ours: bool) -> None:
+        parameters = [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
+        self._self = parameters.pop(0) if owner is not None and parameters else ""
+        self._owner = owner
+        self._mark = mark
+        self._parameters = parameters
+        stored = {
+            *parameters,
+            *(node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)),
+            *(
+                node.id
+                for node in ast.walk(definition)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            ),
+        }
+        declared = {
+            name
+            for node in ast.walk(definition)
+            if isinstance(node, ast.Global | ast.Nonlocal)
+            for name in node.names
+        }
+        self._ours = ours
+        self._locals = stored - declared
+
+    def bindings(self, call: ast.Call) -> Iterator[ast.stmt]:
+        """Yield assignments of the arguments of ``call`` to the parameters."""
+        named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        for name, value in [*zip(self._parameters, call.args, strict=False), *named.items()]:
+            if isinstance(value, ast.Starred):
+                return
+            yield ast.Assign(targets=[ast.Name(f"{name}{self._mark}", ast.Store())], value=value)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id == self._self and self._owner is not None:
+            return self._owner
+        if node.id in self._locals or not (self._ours or hasattr(builtins, node.id)):
+            node.id += self._mark
+        return node
+
+
+def _returned(node: ast.AST) -> list[ast.expr]:
+    """Return the values that a statement of a function returns, and the conditions of these returns."""
+    if isinstance(node, ast.Return):
+        return [] if node.value is None else [node.value]
+    found = [value for child in ast.iter_child_nodes(node) for value in _returned(child)]
+    return [*found, node.test] if found and isinstance(node, ast.If) else found
+
+
+def _place(node: ast.AST) -> tuple[type, int, int]:
+    return type(node), getattr(node, "lineno", 0), getattr(node, "col_offset", 0)

@@ -1,0 +1,118 @@
+"""The variables on which an update depends through functions and objects of the script, found in its source."""
+
+from __future__ import annotations
+
+import linecache
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.session.steps.deciding_variables import deciding_variables
+
+CLASSES = """
+class Warmup:
+    def __init__(self, inner=None):
+        self.count, self.rate, self.inner = 0, 0.1, inner
+
+    def step(self):
+        self.count += 1
+        share = min(1, self.count / 9)
+        for group in groups:
+            group["lr"] = self.rate * share
+
+    def scale(self, loss):
+        return loss * self.weight()
+
+    def weight(self):
+        return self.count
+
+    def advance(self, by=1):
+        self.count += by
+
+    def show(self):
+        print(self.count)
+
+    def decay(self):
+        share = self.advance()
+        for kept in weights:
+            kept *= self.count / 9
+
+    def again(self):
+        self.again()
+        self.inner.advance()
+
+    def __call__(self, loss):
+        return loss * self.rate
+
+    def change(self):
+        self.rate = self.rate * 2
+
+    @staticmethod
+    def set(number):
+        for group in groups:
+            group["lr"] = number
+
+
+def rate_now():
+    return 0.1 * number
+
+
+def set_rate(value, other):
+    for group in groups:
+        group["lr"] = value
+
+
+def counted():
+    global number
+    number += 1
+
+
+"""
+FOUND: dict[str, tuple[str, ...]] = {
+    "schedule.step()\noptimizer.step()": ("schedule.count",),
+    "schedule.scale(loss).backward()\noptimizer.step()\nschedule.advance()": ("schedule.count",),
+    "schedule.scale(loss).backward()\noptimizer.step()\nschedule.show()": (),
+    "schedule.count = step.number\nschedule.step()\noptimizer.step()": (),
+    "optimizer.step()\nschedule.decay()": ("schedule.count",),
+    "outer.inner.step()\noptimizer.step()": ("outer.inner.count",),
+    "outer.again()\nouter.inner.scale(loss).backward()\noptimizer.step()": ("outer.inner.count",),
+    "schedule(loss).backward()\noptimizer.step()\nschedule.change()": ("schedule.rate",),
+    "for group in groups:\n    group['lr'] = rate_now()\noptimizer.step()\ncounted()": ("number",),
+    "set_rate(seen, 1)\noptimizer.step()\nseen += 1": ("seen",),
+    "set_rate(1, seen)\noptimizer.step()\nseen += 1": (),
+    "set_rate(other=1, value=seen)\noptimizer.step()\nseen += 1": ("seen",),
+    "Warmup.set(seen)\noptimizer.step()\nseen += 1": ("seen",),
+    "schedule.set(seen)\noptimizer.step()\nseen += 1": ("seen",),
+    "unknown.step()\noptimizer.step()": (),
+    "optimizer.step()\nmomentum = next(numbers)": ("numbers",),
+    "optimizer.step()\nnumbers = iter([2])\nmomentum = next(numbers)": (),
+    "optimizer.step()\nshare = 1 / seen\nkept.mul_(share).add_(1 - share)\nseen += 1": ("seen",),
+    "optimizer.step()\nmean *= seen\nseen += 1": (),
+    "optimizer.step()\nkept *= seen\nseen += 1": ("seen",),
+}
+
+
+def numbers_from(number: int) -> Iterator[int]:
+    """Yield the numbers from ``number`` on."""
+    while True:
+        yield number
+
+
+@pytest.mark.parametrize("code", FOUND)
+def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: str) -> None:
+    lines = ["for step in steps:", "    with step:", *(f"        {line}" for line in code.splitlines())]
+    text = CLASSES + "\n".join(lines) + "\n"
+    (file := tmp_path / "train.py").write_text(text)
+    linecache.checkcache()
+    module = types.ModuleType("train")
+    exec(compile(text.partition("for step in steps")[0], str(file), "exec"), vars(module))
+    # The search looks up these names in this function, as in that of a script.
+    Warmup, rate_now, set_rate, counted = module.Warmup, module.rate_now, module.set_rate, module.counted
+    schedule, number, mean, numbers = Warmup(), 0, 0.5, numbers_from(3)
+    outer = Warmup(schedule)
+    line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
+    found = deciding_variables(((str(file), line),), update=True)
+    assert found == FOUND[code]
+    assert outer and rate_now and set_rate and counted and mean and numbers and number == 0
