@@ -300,6 +300,20 @@ def test_state_that_changes_behind_a_block_that_does_not_count_is_refused(behind
         script.train(script.pure, way)
 
 
+def test_the_count_of_a_schedule_is_named_before_those_of_meters() -> None:
+    script, meter, other, third, last, schedule = Script(), Shards(), Shards(), Shards(), Shards(), Warmup()
+    with (
+        pytest.raises(ImpureBlockError, match=r"changed: schedule.calls \(was 2, then 3\), "),
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                for each in (meter, other, third, last):
+                    each.next_batch()
+                schedule.step(script.optimizer)
+                script.pure()
+
+
 def test_without_the_check_each_block_runs_once() -> None:
     script = Script()
     assert script.train(script.prefetching, verify_block=0) == 2

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.errors import ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
+from holdfast.session.steps.deciding_variables import deciding_variables, places_in_script
 from holdfast.session.steps.undeclared_state import UndeclaredState
 
 if TYPE_CHECKING:
@@ -348,7 +349,9 @@ def _changed(before: _Variables, after: _Variables) -> str:
     then, now = {**before.plain, **before.inner}, {**after.plain, **after.inner}
     # A variable that the block has not assigned yet is a nan.
     names = [name for name, value in now.items() if repr(then.get(name, value)) != repr(value)]
-    names.sort(key=lambda name: isinstance(now[name], float))  # last, as they are mostly times
+    deciding = deciding_variables(places_in_script(), update=True)
+    # Floats last, as they are mostly times.
+    names.sort(key=lambda name: (name not in deciding, isinstance(now[name], float)))
     told = [f"{name} (was {then[name]}, then {now[name]})" for name in names[:_TOLD_MAX]]
     told += [f"{name} (drawn from)" for name in list(after.drawing)[:_TOLD_MAX]]
     return f"it may use what the run before has changed: {', '.join(told)}" if told else ""
