@@ -69,6 +69,18 @@ def counted():
     number += 1
 
 
+def schedule_of():
+    seen = 0
+
+    def step():
+        nonlocal seen
+        seen += 1
+        for group in groups:
+            group["lr"] = seen
+
+    return step
+
+
 """
 FOUND: dict[str, tuple[str, ...]] = {
     "schedule.step()\noptimizer.step()": ("schedule.count",),
@@ -86,6 +98,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "Warmup.set(seen)\noptimizer.step()\nseen += 1": ("seen",),
     "schedule.set(seen)\noptimizer.step()\nseen += 1": ("seen",),
     "unknown.step()\noptimizer.step()": (),
+    "enclosed()\noptimizer.step()": (),  # its variable has the name of another one of the script
     "optimizer.step()\nmomentum = next(numbers)": ("numbers",),
     "optimizer.step()\nnumbers = iter([2])\nmomentum = next(numbers)": (),
     "optimizer.step()\nshare = 1 / seen\nkept.mul_(share).add_(1 - share)\nseen += 1": ("seen",),
@@ -102,17 +115,29 @@ def numbers_from(number: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("code", FOUND)
 def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: str) -> None:
-    lines = ["for step in steps:", "    with step:", *(f"        {line}" for line in code.splitlines())]
-    text = CLASSES + "\n".join(lines) + "\n"
+    block = "".join(f"            {line}\n" for line in code.splitlines())
+    text = f"{CLASSES}with session:\n    for step in steps:\n        with step:\n{block}        shown = next(shows)\n"
     (file := tmp_path / "train.py").write_text(text)
     linecache.checkcache()
     module = types.ModuleType("train")
-    exec(compile(text.partition("for step in steps")[0], str(file), "exec"), vars(module))
+    exec(compile(CLASSES, str(file), "exec"), vars(module))
     # The search looks up these names in this function, as in that of a script.
     Warmup, rate_now, set_rate, counted = module.Warmup, module.rate_now, module.set_rate, module.counted
     schedule, number, mean, numbers = Warmup(), 0, 0.5, numbers_from(3)
-    outer = Warmup(schedule)
+    outer, enclosed = Warmup(schedule), module.schedule_of()
+    shows, seen = numbers_from(4), 1  # drawn from behind the block
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]
-    assert outer and rate_now and set_rate and counted and mean and numbers and number == 0
+    assert (
+        outer
+        and enclosed
+        and shows
+        and seen
+        and rate_now
+        and set_rate
+        and counted
+        and mean
+        and numbers
+        and number == 0
+    )

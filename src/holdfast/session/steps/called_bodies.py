@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
 
-from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, values_of
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, values_of
 
 DEPTH_MAX = 3
 BODIES_MAX = 50
@@ -115,7 +115,8 @@ class _Bodies(ast.NodeTransformer):
         if definition is None:
             return node
         self._count += 1
-        names = _Names(definition, owner, f"{LOCAL}{self._count}", ours=code.co_filename == self._file)
+        ours = code.co_filename == self._file and _sees_callers(function)
+        names = _Names(definition, owner, f"{LOCAL}{self._count}", ours=ours)
         statements = [names.visit(statement) for statement in definition.body]
         self._active.append(code)
         body = [*names.bindings(node), *(self.visit(statement) for statement in statements)]
@@ -142,6 +143,14 @@ def _function(called: ast.expr) -> tuple[FunctionType | None, ast.expr | None]:
         value, owner = _static(kind, "forward") or _static(kind, "__call__"), called
     found = inspect.unwrap(value) if callable(value) else None
     return (found, owner) if isinstance(found, FunctionType) else (None, None)
+
+
+def _sees_callers(function: FunctionType) -> bool:
+    """Return whether the variables around a function are variables of stack frames, by which the search finds them."""
+    around, inside, _ = function.__qualname__.rpartition(".<locals>.")
+    return not (inside and function.__code__.co_freevars) or any(
+        frame.f_code.co_qualname == around for frame in frames_outside((OURS, *LIBRARIES))
+    )
 
 
 def _is_code(value: object) -> bool:
@@ -203,7 +212,7 @@ class _Names(ast.NodeTransformer):
         definition: the function.
         owner: the expression of ``self``; None: the function is no method.
         mark: what is added to the local names of this call.
-        ours: the function is in the file of the loop. Otherwise its global variables are not those of the loop.
+        ours: the variables around the function are those around the loop.
     """
 
     def __init__(self, definition: ast.FunctionDef, owner: ast.expr | None, mark: str, *, ours: bool) -> None:

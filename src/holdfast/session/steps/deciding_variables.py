@@ -66,7 +66,8 @@ def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ..
 def _of_place(file: str, line: int, *, update: bool) -> Iterator[str]:
     scope, *inner = _inside_scope(file, line)
     loops = _loops_around(file, line)
-    blocks = [node for node in inner if isinstance(node, ast.With)] if update else []
+    inside = inner[inner.index(loops[0]) :] if loops and update else []
+    blocks = [node for node in inside if isinstance(node, ast.With)][:1]
     full = with_bodies(file, [*loops, *blocks]) if loops else [scope]
     for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
@@ -74,7 +75,7 @@ def _of_place(file: str, line: int, *, update: bool) -> Iterator[str]:
         carried = _carried(body, _names_in([*conditions, *(_sources(body) if update else [])]))
         # Local variables of a function without a loop do not outlive its call.
         yield from carried if loops else (name for name in carried if "." in name)
-    for block in full[len(loops) : len(loops) + 1] if loops else []:
+    for block in full[len(loops) :] if loops else []:
         yield from _drawn(block)
 
 
