@@ -125,7 +125,7 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     Warmup, rate_now, set_rate, counted = module.Warmup, module.rate_now, module.set_rate, module.counted
     schedule, number, mean, numbers = Warmup(), 0, 0.5, numbers_from(3)
     outer, enclosed = Warmup(schedule), module.schedule_of()
-    shows, seen = numbers_from(4), 1  # drawn from behind the block
+    shows, seen = numbers_from(4), 1  # drawn from after the block
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]

@@ -8,8 +8,8 @@ same tensors of the model are compared, because only these can replace each othe
 completely are compared.
 
 A variable that is not saved (a counter of the script) may decide when the user's state changes. A replacement then
-changes the state at other steps than the other ranks. So the user's state is compared again at the end, before the last
-save. The vote of that save comes after all ranks have published.
+changes the state at other steps than the other ranks. So the user's state is compared again after the first step of
+each later generation, and at the end, before the last save. The vote of that save comes after all ranks have published.
 
 Rank 0 reads the digests of all ranks in one message. If the names of a rank take too much room in it, the rank
 publishes one digest of all buffers and one of all items instead.
@@ -28,6 +28,7 @@ from typing import Any
 
 import xxhash
 
+from holdfast.core.ids import Generation
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX
 from holdfast.errors import HoldfastError
 from holdfast.frameworks.common.adapter import Collected, StateAdapter
@@ -53,8 +54,14 @@ first step. It is empty if no loader draws batches.
 """
 
 
+_ADVICE = (
+    "also save the values that decide when it changes, or derive them from step.number (a variable that counts steps "
+    "starts again in a process that joins)"
+)
+
+
 class ReplicaStateCheck:
-    """The comparison of the user's state between all ranks, at the first steps of a process and at the end of the job.
+    """The comparison of the user's state between all ranks: at the first steps, after recoveries and at the end.
 
     Args:
         adapter: the framework.
@@ -66,46 +73,48 @@ class ReplicaStateCheck:
         self._adapter = adapter
         self._left_out = {name for name, item in state.items() if getattr(item, "may_differ", False)}
         self._peers = None if client is None or adapter.world_size == 1 else client
-        self._client = None if self._peers is None or self._peers.joining else client
+        self._recovered = client is not None and client.joining  # the first steps of the job are over
         self._key = self._key_at_end = ""
-        self._named: set[str] = set()  # items that differed at the first steps
+        self._compared: Generation | None = None  # the newest generation whose ranks have been compared
+        self._named: set[str] = set()  # items that differed before
 
     def committed(self, drawn: Sequence[int]) -> None:
-        """Publish this rank's digests after its first committed step. After the second, compare all digests on rank 0.
+        """Publish this rank's digests after its first committed step of a generation.
+
+        After the second, compare the digests of all ranks on rank 0.
 
         Args:
             drawn: digests of the batches of the step; empty: they are not known.
         """
-        client, adapter = self._client, self._adapter
-        if client is None:
+        client, adapter = self._peers, self._adapter
+        if client is None or client.generation == self._compared:
             return
-        if not self._key:
-            collected = adapter.collect()
-            self._key = f"holdfast/state/{client.generation}"
+        key = f"holdfast/state/{client.generation}"
+        if self._key != key:
+            self._key = key
+            part, items, buffers = digests(adapter, adapter.collect(), self._left_out)
             here = [adapter.copy.number, *drawn] if drawn and isinstance(adapter, DigestsBatches) else []
-            self._publish(client, self._key, (*digests(adapter, collected, self._left_out), here))
+            self._publish(client, key, (part, items, *(({}, []) if self._recovered else (buffers, here))))
             return
-        self._client = None
+        self._compared = client.generation
         if adapter.rank == 0:
-            repeat_on_first(client)
-            said_by = published(client, self._key)
-            if copies := all_alike([drawn for *_, drawn in said_by]):
+            said_by = published(client, key)
+            client.kv("delete", (key,))  # otherwise each recovery would leave one
+            if not self._recovered:
+                repeat_on_first(client)
+                _warn_of_buffers_and_batches(said_by)
+            self._warn_of_items(said_by)
+        self._recovered = True
+
+    def _warn_of_items(self, said_by: list[Said]) -> None:
+        found = set(differing([(part, items) for part, items, *_ in said_by])) - self._named
+        self._named |= found
+        for name in sorted(found):
+            if self._recovered:
                 log.warning(
-                    "holdfast: all %d copies of the model have drawn the same batch for the first step. If the script "
-                    "splits neither the batch nor the model itself, each sample counts %d times: give the loader a "
-                    "DistributedSampler, or let each rank draw data of its own",
-                    copies,
-                    copies,
+                    'holdfast: state "%s" is not the same on all ranks since a recovery: %s', name, _ADVICE
                 )
-            if buffers := differing([(part, found) for part, _, found, _ in said_by]):
-                log.warning(
-                    "holdfast: not the same on all ranks: %s, %s first: a replacement, or a rank that starts from a "
-                    "checkpoint, gets the buffers of another rank; DDP(broadcast_buffers=True) keeps them equal",
-                    plural(len(buffers), "buffer"),
-                    buffers[0],
-                )
-            self._named = set(differing([(part, found) for part, found, *_ in said_by]))
-            for name in sorted(self._named):
+            else:
                 log.warning(
                     'holdfast: state "%s" is not the same on all ranks: a replacement, or a rank that starts from a '
                     "checkpoint, gets that of another rank; keep the values of one rank in s.own (plain values), or "
@@ -137,13 +146,31 @@ class ReplicaStateCheck:
             if name not in self._named:
                 log.warning(
                     'holdfast: state "%s" is not the same on all ranks at the end, and the checkpoint holds that of '
-                    "one rank: also save the values that decide when it changes, or derive them from step.number (a "
-                    "variable that counts steps starts again in a process that joins)",
+                    "one rank: %s",
                     name,
+                    _ADVICE,
                 )
 
     def _publish(self, client: WorkerClient, key: str, said: Said) -> None:
         client.kv("append", (key,), spoken(said, SAID_SIZE_BYTES_MAX // self._adapter.world_size))
+
+
+def _warn_of_buffers_and_batches(said_by: list[Said]) -> None:
+    if copies := all_alike([drawn for *_, drawn in said_by]):
+        log.warning(
+            "holdfast: all %d copies of the model have drawn the same batch for the first step. If the script "
+            "splits neither the batch nor the model itself, each sample counts %d times: give the loader a "
+            "DistributedSampler, or let each rank draw data of its own",
+            copies,
+            copies,
+        )
+    if buffers := differing([(part, found) for part, _, found, _ in said_by]):
+        log.warning(
+            "holdfast: not the same on all ranks: %s, %s first: a replacement, or a rank that starts from a "
+            "checkpoint, gets the buffers of another rank; DDP(broadcast_buffers=True) keeps them equal",
+            plural(len(buffers), "buffer"),
+            buffers[0],
+        )
 
 
 def published(client: WorkerClient, key: str) -> list[Said]:
