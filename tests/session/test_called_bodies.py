@@ -55,6 +55,16 @@ class Warmup:
             group["lr"] = number
 
 
+class Momentum:
+    def __init__(self):
+        self.param_groups, self.seen = [], 0
+
+    def step(self):
+        self.seen += 1
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=1 / self.seen)
+
+
 def rate_now():
     return 0.1 * number
 
@@ -98,6 +108,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "Warmup.set(seen)\noptimizer.step()\nseen += 1": ("seen",),
     "schedule.set(seen)\noptimizer.step()\nseen += 1": ("seen",),
     "unknown.step()\noptimizer.step()": (),
+    "own.step()\noptimizer.step()": ("own.seen",),
     "enclosed()\noptimizer.step()": (),  # its variable has the name of another one of the script
     "optimizer.step()\nmomentum = next(numbers)": ("numbers",),
     "optimizer.step()\nnumbers = iter([2])\nmomentum = next(numbers)": (),
@@ -124,20 +135,10 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     # The search looks up these names in this function, as in that of a script.
     Warmup, rate_now, set_rate, counted = module.Warmup, module.rate_now, module.set_rate, module.counted
     schedule, number, mean, numbers = Warmup(), 0, 0.5, numbers_from(3)
-    outer, enclosed = Warmup(schedule), module.schedule_of()
+    outer, enclosed, own = Warmup(schedule), module.schedule_of(), module.Momentum()
     shows, seen = numbers_from(4), 1  # drawn from after the block
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]
-    assert (
-        outer
-        and enclosed
-        and shows
-        and seen
-        and rate_now
-        and set_rate
-        and counted
-        and mean
-        and numbers
-        and number == 0
-    )
+    used = (outer, enclosed, own, shows, seen, rate_now, set_rate, counted, mean, numbers)
+    assert all(used) and number == 0

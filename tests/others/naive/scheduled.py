@@ -36,6 +36,21 @@ class Warmup:
         return rate
 
 
+class Damped(torch.optim.SGD):
+    """An optimizer whose steps become smaller with a count, which its ``state_dict()`` does not have."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Make one update."""
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad.mul_(-group["lr"] / self.count))
+
+
 dist.init_process_group("gloo")
 torch.manual_seed(7)
 inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
@@ -45,7 +60,7 @@ loader = DataLoader(data, batch_size=4, sampler=sampler)
 raw = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
 teacher = copy.deepcopy(raw).requires_grad_(False).eval()
 model = DistributedDataParallel(raw)
-optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
+optimizer = (Damped if PLACE == "optimizer" else torch.optim.SGD)(raw.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.MSELoss()
 schedule = Warmup(optimizer, 0.05, 12)
 momenta = (min(0.99, 0.8 + 0.01 * number) for number in range(1000))

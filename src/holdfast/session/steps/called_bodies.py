@@ -37,14 +37,16 @@ class CallWithBody(ast.Call):
 
     Attributes:
         body: the statements of the function, with the names of the caller.
+        updates: the function is the ``step`` of an optimizer.
     """
 
     _fields = (*ast.Call._fields, "body")
 
-    def __init__(self, call: ast.Call, body: list[ast.stmt]) -> None:
+    def __init__(self, call: ast.Call, body: list[ast.stmt], *, updates: bool) -> None:
         super().__init__(func=call.func, args=call.args, keywords=call.keywords)
         ast.copy_location(self, call)
         self.body = body
+        self.updates = updates
 
     def results(self) -> Iterator[ast.expr]:
         """Yield the expressions on which the value of the call depends."""
@@ -121,7 +123,7 @@ class _Bodies(ast.NodeTransformer):
         self._active.append(code)
         body = [*names.bindings(node), *(self.visit(statement) for statement in statements)]
         self._active.pop()
-        return CallWithBody(node, body)
+        return CallWithBody(node, body, updates=_is_update(node.func))
 
 
 def _function(called: ast.expr) -> tuple[FunctionType | None, ast.expr | None]:
@@ -143,6 +145,13 @@ def _function(called: ast.expr) -> tuple[FunctionType | None, ast.expr | None]:
         value, owner = _static(kind, "forward") or _static(kind, "__call__"), called
     found = inspect.unwrap(value) if callable(value) else None
     return (found, owner) if isinstance(found, FunctionType) else (None, None)
+
+
+def _is_update(called: ast.expr) -> bool:
+    """Return whether a call is the ``step`` of an optimizer, which has parameter groups."""
+    if not (isinstance(called, ast.Attribute) and called.attr == "step"):
+        return False
+    return "param_groups" in _instance(_value(chain(called.value)))
 
 
 def _sees_callers(function: FunctionType) -> bool:

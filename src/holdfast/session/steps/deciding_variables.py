@@ -88,20 +88,23 @@ def _drawn(block: ast.AST) -> Iterator[str]:
                 yield chain(source)
 
 
-def _sources(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions on which the losses and learning rates in ``node`` depend."""
+def _sources(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes on which the losses, learning rates and updates in ``node`` depend."""
     found = [*_values(node), *(source for child in ast.iter_child_nodes(node) for source in _sources(child))]
     return [*found, node.test] if found and isinstance(node, ast.If) else found
 
 
-def _values(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions from which one statement sets a rate, computes gradients or moves an average.
+def _values(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes from which one statement or call sets a rate, computes gradients or moves weights.
 
     A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
     a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
-    An average of weights is moved by a product in place, of what is no number.
+    An average of weights is moved by a product in place, of what is no number. An optimizer of the script moves weights
+    by anything in its ``step``.
     """
     match node:
+        case CallWithBody(updates=True, body=body):
+            return list(body)
         case (
             ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=name))], value=value)
             | ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value=name)), value=value)
@@ -110,7 +113,7 @@ def _values(node: ast.AST) -> list[ast.expr]:
         case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
             return [loss, *arguments]
         case ast.Call(func=ast.Attribute(attr="mul_" | "lerp_"), args=arguments):
-            return arguments
+            return list(arguments)
         case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
             return [value]
         case ast.Expr(value=ast.Call(func=ast.Name() | ast.Attribute() as called) as call) if (

@@ -327,15 +327,13 @@ class TorchState:
             yield from parameters_of(optimizer.optimizer)
 
     def declares(self, value: object) -> bool:
-        """Return whether ``value`` is an optimizer, a schedule, the scaler or one of the user's own objects.
+        """Return whether ``value`` is a schedule, the scaler or one of the user's own objects.
 
-        A module is none of them: its state does not have its plain attributes.
+        Modules and optimizers are not: their state does not have their plain attributes.
         """
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.nn.Module | Optimizer):
             return False
-        optimizers = (each.optimizer for each in self.optimizers.values())
-        items = (self.scaler, *optimizers, *self.schedulers.values(), *self.extras.values())
-        return any(value is item for item in items)
+        return any(value is item for item in (self.scaler, *self.schedulers.values(), *self.extras.values()))
 
     def trained(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train (:func:`trained_by`)."""
