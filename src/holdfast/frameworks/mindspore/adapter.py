@@ -320,6 +320,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         if self._native:
             raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
         self._alone = False
+        self._rehearsed = True  # a block of a connected process has peers
         self._reduction.forget()
         self._lines().reconfigure(generation)
 

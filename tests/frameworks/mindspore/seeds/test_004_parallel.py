@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def test_run_cluster_sh_makes_one_job(tmp_path: Path, resnet: Path, cifar10: Pat
     check(resnet, tmp_path)
 
 
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
 def test_mpirun_ends_with_the_weights_of_holdfast_run(tmp_path: Path, resnet: Path, cifar10: Path) -> None:
     """Each rank may use all processors, as under `holdfast run`: MindSpore divides its sums by their number."""
     options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
