@@ -23,15 +23,16 @@ data = torch.randn(64, 16)
 
 for step in range(MAX_ITERS):
     beat(step)
+    number = step
     length = torch.zeros((), dtype=torch.int64)
     if rank == 0:
-        length.fill_(4 + step % 3)
+        length.fill_(4 + number % 3)
     dist.broadcast(length, src=0)
     starts = torch.empty(int(length), dtype=torch.int64)
     if rank == 0:
         torch.arange(int(length), out=starts)
     dist.broadcast(starts, src=0)
-    x = data[starts * ranks + rank][int(rank == 0 and step >= WRONG_FROM) :]
+    x = data[starts * ranks + rank][int(rank == 0 and number >= WRONG_FROM) :]
     samples = torch.tensor(len(x))
     dist.all_reduce(samples)
     assert samples == len(x) * ranks > 0, "a rank has another number of samples"
