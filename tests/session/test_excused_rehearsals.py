@@ -33,7 +33,7 @@ class SumsAdapter(GateAdapter):
 
 
 def opened(*, gives_up: bool = True) -> tuple[SumsAdapter, Newcomer, StepRunner]:
-    """Return the parts of a session of a newcomer that stands at step 10."""
+    """Return the parts of a session of a newcomer at step 10."""
     adapter = SumsAdapter(gives_up=gives_up)
     typed: Any = adapter
     client: Any = Connection(joining=True)

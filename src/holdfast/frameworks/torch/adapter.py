@@ -345,7 +345,7 @@ class TorchAdapter:
                 copies = self._snapshot.copies() if frozen else None
                 collected = self.state.collect(copies, self._snapshot.before(before))
                 if not self._devices.add(collected.devices()):
-                    if not self.partial:
+                    if self._ddp and self.copy.numbers == self.world_size:
                         collected.values["buckets"] = self._layouts.values()
                     return collected  # otherwise part of the state is on a device that was not waited for
 
@@ -610,7 +610,7 @@ class TorchAdapter:
     def agree(self) -> None:
         """Make the layouts of DDP's buckets equal on all ranks (``AgreesOnSums``). Raises: PeerLost."""
         if self.live:
-            self._layouts.agree(self.rank, partial=self.partial, vote=self.vote)
+            self._layouts.agree(self.rank, partial=self.copy.numbers != self.world_size, vote=self.vote)
 
     def end_rehearsal(self) -> None:
         """Leave loopback and communicate with the peers again, over the same connections.

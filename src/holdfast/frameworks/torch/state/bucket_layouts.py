@@ -198,7 +198,7 @@ class BucketLayouts:
 
         Args:
             rank: rank of this process.
-            partial: the ranks hold parts of a copy of the model, so their layouts differ.
+            partial: this rank holds a part of a copy of the model, so the layouts of other ranks differ.
             vote: returns the sum of a vector over all ranks.
 
         Raises:
@@ -207,12 +207,10 @@ class BucketLayouts:
         if self._agreed:
             return
         self.note_built()
-        if partial:
-            equal = vote([self.unready, 0])[0] == 0
-        else:
-            digest = self._digest()
-            once, squares = vote([digest, digest * digest])
-            equal = once * once == squares * self._world_size  # only if all addends are equal
+        digest = self._digest()
+        unready, partials, once, squares = vote([self.unready, int(partial), digest, digest * digest])
+        # The squares have this sum only if all digests are equal.
+        equal = unready == 0 if partials else once * once == squares * self._world_size
         if not equal:
             self._exchange(rank, vote)
         reordered = [] in self._known
