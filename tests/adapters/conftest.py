@@ -14,7 +14,8 @@ FEATURES = "tests.adapters.features"  # imported before the forks, not in each o
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """Yield a server of ranks that have Holdfast's process groups installed before the fork."""
-    server = Worlds(FEATURES, "tests.adapters.aborts", "tests.adapters.faults")
+    modules = ("aborts", "bucket_orders", "faults")
+    server = Worlds(FEATURES, *(f"tests.adapters.{name}" for name in modules))
     yield server
     server.close()
 

@@ -189,7 +189,7 @@ def test_graceful_exit_and_the_next_run(
     assert code == 0, output
     weights, seen = results(tmp_path)
     assert weights == plain[0]
-    # The first step is repeated to prove the block and to let DDP build its final buckets.
+    # The first step is repeated to prove the block.
     repeated = seen["calls"] - (STEPS - left.step) * CALLS_A_STEP
     assert 0 < repeated <= 4 * CALLS_A_STEP and repeated % CALLS_A_STEP == 0
     # Values are logged after the end of their step. The step before the exit has logged none.

@@ -197,7 +197,7 @@ def test_graceful_exit_and_the_next_run(
     assert {**seen, "calls": 0} == {**plain, "calls": 0}
     epoch, steps = divmod(left.step, 3)
     left_to_do = 3 * BATCHES - epoch * BATCHES - 2 * steps
-    rehearsed = seen["calls"] - left_to_do  # the first step, without effect, until DDP has its final buckets
+    rehearsed = seen["calls"] - left_to_do  # the first step, without effect, to prove the block
     calls = 1 if steps == 2 else 2  # calls of that step: the last step of an epoch has a single batch
     assert 0 < rehearsed <= 3 * calls and rehearsed % calls == 0
 

@@ -283,6 +283,25 @@ class ProvesBlocks(Protocol):
         """Return the likely cause of the difference between two runs of a block, in words; empty: none was found."""
 
 
+@runtime_checkable
+class AgreesOnSums(Protocol):
+    """An adapter in which the order of the sums over the ranks depends on the earlier blocks of a process."""
+
+    def excuse(self) -> bool:
+        """Make no further rehearsal for now, because an exception of the script has left this one.
+
+        Returns:
+            False if this process cannot train without a rehearsal.
+        """
+
+    def agree(self) -> None:
+        """Make the order of the sums equal on all ranks, if that is due. All ranks call it before a block with peers.
+
+        Raises:
+            PeerLost: a rank is lost.
+        """
+
+
 class Finder(Protocol):
     """A finder of undeclared state: values that the script changes and has not given to the session.
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from holdfast.core.ids import Generation
-from holdfast.errors import GroupError, StepError, UnsupportedError, UsageError
+from holdfast.errors import StepError, UnsupportedError, UsageError
 from holdfast.frameworks.common.adapter import Hooks, OnCollective
 from holdfast.frameworks.common.random_streams import Streams, compare_generators
 from holdfast.frameworks.common.state_tree import Plain
@@ -28,6 +28,7 @@ from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
 from holdfast.frameworks.torch.nested_tensors import tensors_in
+from holdfast.frameworks.torch.state.bucket_layouts import BucketLayouts
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
 from holdfast.frameworks.torch.state.data_parallel import copies_are_known, copy_of, holds_part, sharded_mesh
 from holdfast.frameworks.torch.state.devices import StateDevices, named_errors
@@ -55,11 +56,8 @@ from holdfast.frameworks.torch.state.wrapper_reset import (
     Scaling,
     dividing,
     effective_scaler,
-    forget_pass,
     heal,
     heal_pipelines,
-    rebuild_buckets,
-    rehearsals_needed,
 )
 from holdfast.frameworks.torch.state.zero_redundancy import tentative
 from holdfast.frameworks.torch.steps.accelerate_accumulation import Accumulating
@@ -78,7 +76,6 @@ from holdfast.store.layouts.layout import Catalogue
 
 log = logging.getLogger("holdfast")
 
-REHEARSALS_MAX = 3
 SETTLED = 3  # blocks after which DDP's bucket layout is final, with any setting
 
 
@@ -153,8 +150,7 @@ class TorchAdapter:
         self._passed = 0  # blocks with an update since DDP's buckets were reset
         # Number of collectives before the block; ``trains_alone`` is True while no block had a collective.
         self._counted, self.trains_alone = 0, True
-        self._rehearsals = 0
-        self._rehearsed = self.world_size == 1
+        self._layouts = BucketLayouts(self._ddp, self.world_size)
 
     def _refuse_hooks(self) -> None:
         if self._replaceable:
@@ -349,6 +345,8 @@ class TorchAdapter:
                 copies = self._snapshot.copies() if frozen else None
                 collected = self.state.collect(copies, self._snapshot.before(before))
                 if not self._devices.add(collected.devices()):
+                    if self._ddp and self.copy.numbers == self.world_size:
+                        collected.values["buckets"] = self._layouts.values()
                     return collected  # otherwise part of the state is on a device that was not waited for
 
     def state_size(self) -> int:
@@ -391,7 +389,9 @@ class TorchAdapter:
 
         The caller fills the buffers of that object, then calls ``finish`` of the object. Raises: CheckpointMismatch.
         """
-        return self.state.restore(catalogue, values, (self.rank, self.world_size))
+        restore = self.state.restore(catalogue, values, (self.rank, self.world_size))
+        restore.then(partial(self._layouts.load, values.get("buckets")))
+        return restore
 
     def mark(self, item: Any) -> object:
         """Return a mark that changes with each write to tensor ``item`` of a batch (``MarksTensors``)."""
@@ -461,7 +461,7 @@ class TorchAdapter:
         are copied as well, for example averages of the weights.
         """
         self._remember(step, whole=whole)
-        self._rehearsed, self._rehearsals = self.world_size == 1, 0  # the next loop may train other modules
+        self._layouts.begin_loop()
 
     def _remember(self, step: int, *, whole: bool = False) -> None:
         self._devices.order()
@@ -535,6 +535,10 @@ class TorchAdapter:
         self._devices.order()
         self._sample.note()
         self._passed += self._computed
+        if self.live and self._computed:
+            if self._passed <= SETTLED:
+                self._layouts.build()
+            self._layouts.note_built()
         self._leftover.ended(self._step, updated=self._computed)
 
     def set_aside(self, on: bool) -> None:
@@ -559,9 +563,8 @@ class TorchAdapter:
         if self._proving:
             self._end_proof()
         elif self._fabric.looped:
-            self._rehearsals += self._computed  # a block that skipped its batch was no rehearsal
             if not self._fabric.poisoned:  # otherwise a fence broke the rehearsal off, and it is made again
-                self._build_rehearsed()
+                self._layouts.rehearsed(computed=self._computed)
         self._scaling.heal()
         self._snapshot.restore()
         self._devices.wait()  # the next block must not start before the restore has ended
@@ -582,6 +585,7 @@ class TorchAdapter:
     def _heal(self) -> None:
         if not self._fabric.looped:
             self._passed = 0
+            self._layouts.reset()
         for _, module in modules_of(self._model):
             heal(module)
         heal_pipelines()
@@ -590,30 +594,23 @@ class TorchAdapter:
         """Return True if the next step must first run without effect (a rehearsal), so that DDP gets its final buckets.
 
         DDP rebuilds its buckets after its first backward passes, and the buckets decide in which order gradients are
-        summed. In a rehearsal collectives complete on local data (*loopback*). A newcomer always rehearses. So all
-        ranks rehearse at the start of each loop over steps in which a DDP module has no final buckets. Otherwise the
-        newcomer's buckets would differ from those of its peers.
+        summed. ``bucket_layouts.py`` has the sources of the final buckets. In a rehearsal collectives complete on local
+        data (*loopback*).
         """
-        if self._rehearsed:
-            return False
-        if not self._unready() or self._rehearsals >= REHEARSALS_MAX or self._rebuilt_alone():
-            self._rehearsed = True
+        if not self._layouts.needs_rehearsal(looped=self._fabric.looped or self._fabric.poisoned):
             return False
         self._proving = ""
         self._fabric.loopback()
         return True
 
-    def _build_rehearsed(self) -> None:
-        """Build the buckets of the DDP modules that the rehearsal has used.
+    def excuse(self) -> bool:
+        """Make no further rehearsal in this loop, if that is possible (``AgreesOnSums``)."""
+        return self._layouts.give_up()
 
-        If the rehearsal had gradients and still no bucket could be built, no further rehearsal is made in this loop.
-        An exception is ``static_graph``, which needs several passes.
-        """
-        before = self._unready()
-        self._rebuild_buckets()
-        counts = any(wrapper.static_graph for wrapper in self._ddp)  # such a wrapper needs several passes
-        if self._computed and not counts and self._unready() == before:
-            self._rehearsals = REHEARSALS_MAX
+    def agree(self) -> None:
+        """Make the layouts of DDP's buckets equal on all ranks (``AgreesOnSums``). Raises: PeerLost."""
+        if self.live:
+            self._layouts.agree(self.rank, partial=self.copy.numbers != self.world_size, vote=self.vote)
 
     def end_rehearsal(self) -> None:
         """Leave loopback and communicate with the peers again, over the same connections.
@@ -636,7 +633,7 @@ class TorchAdapter:
         Returns:
             False if such a run is not possible at this step.
         """
-        if self._unready() and any(wrapper.static_graph for wrapper in self._ddp):
+        if self._layouts.unready and self._layouts.static:
             return False  # ``static_graph`` counts the first passes, and they differ from later ones
         if self._ddp and ((self.partial and not first) or 0 < self._passed < SETTLED):
             return False  # all ranks must still build their buckets together, and this run would reset them
@@ -684,35 +681,7 @@ class TorchAdapter:
 
     def _forget_pass(self) -> None:
         self._passed = 0
-        for _, module in modules_of(self._model):
-            forget_pass(module)
-
-    def _unready(self) -> int:
-        """Return the number of the session's modules whose DDP wrappers have yet to build their buckets."""
-        return sum(rehearsals_needed(module) for _, module in modules_of(self._model))
-
-    def _rebuild_buckets(self) -> None:
-        for _, module in modules_of(self._model):
-            rebuild_buckets(module)
-
-    def _rebuilt_alone(self) -> bool:
-        """Build DDP's buckets without a backward pass and without peers; return True if none remains to be built.
-
-        This works in a process that has trained its first step: DDP has then recorded the order of the gradients.
-        """
-        if self._fabric.looped or self._fabric.poisoned:
-            return False  # a newcomer has made no pass; a poisoned process is reset first
-        self._fabric.loopback()
-        try:
-            self._rebuild_buckets()
-        except RuntimeError:
-            return False  # the last step had a parameter without gradient; the next forward pass reports it
-        ready = not self._unready()
-        try:
-            self._fabric.reconfigure(self._fabric.generation)
-        except GroupError:
-            pass  # a fault came first, and its fence rebuilds the groups
-        return ready
+        self._layouts.forget()
 
 
 def _place(own_groups: bool) -> tuple[int, int]:

@@ -16,7 +16,8 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from holdfast.frameworks.torch.probing import Feature, Use, probe
 from holdfast.runtime.node.torch_build import Version, version_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Buckets: TypeAlias = list[list[int]]
+"""The layout of DDP's buckets: for each bucket, the numbers of its parameters. DDP counts its parameters from 0."""
 
 __all__ = [
     "SCALER_TENSORS",
@@ -391,10 +394,91 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._has_rebuilt_buckets)
 
 
-def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Set the final layout of DDP's buckets now. Outside of loopback this communicates, so all ranks must call it."""
-    if ddp.reducer._rebuild_buckets():
-        ddp._has_rebuilt_buckets = True
+def has_made_first_pass(ddp: DistributedDataParallel) -> bool:
+    """Return False before the end of the first backward pass of a DDP module with ``static_graph``.
+
+    In that pass DDP makes one collective more than in later ones.
+    """
+    return not ddp.static_graph or bool(ddp._static_graph_delay_allreduce_enqueued)
+
+
+class _Ended(Work):
+    """A collective that has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+class _BucketSource(dist.ProcessGroup):
+    """The stand-in for the group of a reducer while the reducer sets its buckets.
+
+    The reducer makes two broadcasts from the first rank of its group: the parameters of all buckets with the number of
+    buckets, then the sizes of the buckets. It receives ``layout``, or its own layout if that is empty or None.
+
+    Attributes:
+        received: what the reducer has received.
+    """
+
+    def __init__(self, layout: Buckets | None) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self.received: list[list[int]] = []
+        self._sent: list[list[int]] = []
+        if layout:
+            self._sent = [[*(i for bucket in layout for i in bucket), len(layout)], [len(b) for b in layout]]
+
+    def broadcast(self, tensors: Any, *_: Any) -> Work:
+        if self._sent:
+            tensors[0].copy_(torch.tensor(self._sent.pop(0), dtype=torch.int32))
+        self.received.append(tensors[0].tolist())
+        return _Ended()
+
+
+def rebuild_buckets(ddp: DistributedDataParallel, layout: Buckets | None = None) -> Buckets | None:
+    """Set the final layout of DDP's buckets now, without a collective.
+
+    Args:
+        layout: the new layout; empty: DDP derives it from the order of its parameters; None: DDP derives it from the
+            order in which it has recorded the gradients.
+
+    Returns:
+        The layout that was set; None: DDP has recorded no order.
+
+    Raises:
+        RuntimeError: a pass has not ended; or ``layout`` does not fit the parameters, and the buckets are unchanged.
+    """
+    reducer, source = ddp.reducer, _BucketSource(layout)
+    if layout is not None:
+        reducer._reset_state()
+        reducer._push_all_rebuilt_params()
+    reducer._update_process_group(source)
+    try:
+        if not reducer._rebuild_buckets():
+            return None
+    except RuntimeError:
+        if layout is not None:
+            reducer._reset_state()
+        raise
+    finally:
+        reducer._update_process_group(ddp.process_group)
+    ddp._has_rebuilt_buckets = True
+    (*order, _), sizes = source.received
+    numbers = iter(order)
+    return [list(islice(numbers, size)) for size in sizes]
+
+
+def logged_buckets(ddp: DistributedDataParallel) -> Buckets | None:
+    """Return the final layout of DDP's buckets from DDP's log; None: it is not there yet.
+
+    The log is written in every pass at first, and later in one of 100 passes.
+    """
+    logged = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    text = str(logged.get("rebuilt_per_bucket_param_indices") or "")
+    return [[int(number) for number in bucket.split()] for bucket in text.split(",")] if text else None
+
+
+def bucket_limits(ddp: DistributedDataParallel) -> list[int]:
+    """Return the limits of the sizes of DDP's buckets, which the script may set."""
+    return [int(ddp.bucket_bytes_cap), *map(int, getattr(ddp, "bucket_bytes_cap_list", ()))]
 
 
 def refuse_builtin_hooks(outer: type[dist.ProcessGroup], refusal: Callable[[Any], Exception]) -> None:

@@ -63,6 +63,10 @@ def _of_models() -> Iterator[Use]:
     yield Use(f"{_DDP}._register_builtin_comm_hook", "refuse a hook that runs in C++", ddp)
     yield Use("torch.distributed:Reducer._reset_state", "forget an aborted backward", ddp)
     yield Use("torch.distributed:Reducer._rebuild_buckets", "as _has_rebuilt_buckets", ddp)
+    yield Use("torch.distributed:Reducer._push_all_rebuilt_params", "take over the buckets of a peer", ddp)
+    yield Use("torch.distributed:Reducer._update_process_group", "set buckets without peers", ddp)
+    yield Use(f"{_DDP}._get_ddp_logging_data", "read the final buckets", ddp)
+    yield Use(f"{_DDP}._static_graph_delay_allreduce_enqueued", "know the first pass", ddp)
 
     fsdp, forget = Feature.FSDP2, "forget an aborted pass"
     yield Use("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "find what one module holds", fsdp)

@@ -9,6 +9,7 @@ of the user's code. Any other exception is raised unchanged.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 from holdfast.core.protocol.status_page import PageFlag, Phase
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot, Tally
-from holdfast.errors import GroupError, PeerLost, StepError
+from holdfast.errors import GroupError, HoldfastError, PeerLost, StepError
 from holdfast.frameworks.common.adapter import Aborted, Adapter, Hooks
 from holdfast.frameworks.common.optional_abilities import (
     Accumulates,
+    AgreesOnSums,
     CommunicatesInUpdates,
     DescribesUpdates,
     ProvesBlocks,
@@ -40,6 +42,8 @@ from holdfast.session.steps.recomputation import Recomputation
 from holdfast.session.steps.unassigned_variables import bind
 from holdfast.session.steps.update_variables import UpdateVariables
 from holdfast.session.steps.voting import VoteCaster
+
+log = logging.getLogger("holdfast")
 
 _ALONE = (
     "holdfast: this run of the block had no peers, as the first run of a process that joins or resumes: each "
@@ -97,6 +101,7 @@ class BlockAbilities(NamedTuple):
     parts: TakesParts | None
     sees: SeesGradients | None
     describes: DescribesUpdates | None
+    sums: AgreesOnSums | None
     tentative: frozenset[str]
 
     @classmethod
@@ -108,6 +113,7 @@ class BlockAbilities(NamedTuple):
             adapter if isinstance(adapter, TakesParts) else None,
             adapter if isinstance(adapter, SeesGradients) else None,
             adapter if isinstance(adapter, DescribesUpdates) else None,
+            adapter if isinstance(adapter, AgreesOnSums) else None,
             adapter.tentative if isinstance(adapter, CommunicatesInUpdates) else frozenset(),
         )
 
@@ -166,6 +172,7 @@ class Step:
         self.idle = False  # the rehearsal ended without a backward pass and an optimizer.step()
         self.repeats = True  # the batch can be handed out again at once
         self.rehearsal = rehearsal
+        self.prepares = rehearsal  # this run is a rehearsal and no check run
         self.scrap = scrap  # a rehearsal with the update, of a state that will be replaced
         self._blocks = blocks
 
@@ -363,12 +370,19 @@ class StepRunner:
         self._rank.enter(Phase.FORWARD)
 
     def _is_alone(self, step: Step) -> bool:
-        return self._rehearse(step) or self._prover.alone(step) or self._recompute.alone(step)
+        step.prepares = self._rehearse(step)
+        return step.prepares or self._prover.alone(step) or self._recompute.alone(step)
 
     def _meet(self, step: Step) -> bool:
-        """Compare the check runs of all ranks if that is due. Return False after a fault: the block begins again."""
+        """Meet the other ranks before a run for the job: agree on the order of sums, and compare check runs if due.
+
+        Returns:
+            False after a fault: the block begins again.
+        """
         self._rank.enter(Phase.VOTE)
         try:
+            if self._able.sums is not None and step.number > 0:
+                self._able.sums.agree()
             if self._recompute.meet(step):
                 return True
         except PeerLost:
@@ -530,7 +544,24 @@ class StepRunner:
         return False
 
     def _excuses(self, step: Step, error: BaseException) -> bool:
-        return step.rehearsal and (self._recompute.excuses(error) or self._prover.excuses(step, error))
+        """Return whether missing data of peers may explain ``error``.
+
+        Another error comes again in the run for the job, and ends the script there.
+        """
+        if not step.rehearsal:
+            return False
+        excused = self._recompute.excuses(error) or self._prover.excuses(step, error)
+        if (
+            not step.prepares
+            or isinstance(error, HoldfastError)
+            or not isinstance(error, Exception | SystemExit)
+        ):
+            return excused
+        step.idle = True  # a spare then rehearses after it is called
+        if step.scrap or self._able.sums is None or self._able.sums.excuse():
+            log.debug("holdfast: step %d cannot be rehearsed without peers: %s", step.number, error)
+            return True
+        return excused
 
     def _note_idle(self, step: Step) -> None:
         if step.rehearsal and not step.updated and not self._went_back:

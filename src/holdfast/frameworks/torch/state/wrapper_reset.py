@@ -11,8 +11,9 @@ those of an undisturbed run.
 Rules for the caller:
 1. Every rank of a generation heals before its first forward pass in that generation, even a rank that had nothing to
    abort. The reason: a healed DDP reducer rebuilds its buckets, and that is a collective.
-2. After a rehearsal (loopback), first call :func:`rebuild_buckets`, then :func:`forget_pass`. A reducer that is reset
-   earlier forgets the passes of the rehearsal. Therefore :func:`heal` does not reset reducers in loopback.
+2. After a rehearsal (loopback), first build the buckets (``bucket_layouts.py``), then call :func:`forget_pass`. A
+   reducer that is reset earlier forgets the passes of the rehearsal. Therefore :func:`heal` does not reset reducers in
+   loopback.
 3. A healed pipeline exchanges its start messages with its neighbours again in its next step. So all its ranks must be
    healed, newcomers included.
 """
@@ -164,7 +165,7 @@ def rehearsals_needed(model: nn.Module) -> bool:
     layout decides the order of gloo's sums. So a process that starts from the beginning in a job that has already
     trained rehearses forward and backward passes in loopback until this function returns False. Otherwise its sums
     would differ from those of an undisturbed run. DDP counts one pass in a process that has trained the previous step
-    (none with ``static_graph``). Such a process needs no rehearsal: it calls ``rebuild_buckets``.
+    (none with ``static_graph``). Such a process needs no rehearsal: it builds the buckets from that pass.
     """
     return any(
         not private_api.has_rebuilt_buckets(ddp) and _will_rebuild(ddp) for ddp in data_parallel(model)
@@ -181,17 +182,6 @@ def dividing(model: nn.Module, world_size: int) -> list[nn.Parameter]:
         return []
     found = [ddp for ddp in data_parallel(model) if ddp.gradient_as_bucket_view]
     return [p for ddp in found for p in [q for q in ddp.parameters() if q.requires_grad][:1]]
-
-
-def rebuild_buckets(model: nn.Module) -> None:
-    """Set DDP's buckets now, after a pass and in loopback, instead of at the start of the next forward pass.
-
-    That saves a pass. It also avoids a collective that may break: the reducer broadcasts its bucket indices, which in
-    loopback it receives from itself.
-    """
-    for ddp in data_parallel(model):
-        if not private_api.has_rebuilt_buckets(ddp):
-            private_api.rebuild_buckets(ddp)
 
 
 def _will_rebuild(ddp: DistributedDataParallel) -> bool:

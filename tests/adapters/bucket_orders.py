@@ -1,0 +1,140 @@
+"""Work of the ranks of ``test_bucket_layouts.py``: DDP modules whose buckets are set without a pass."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.frameworks.torch.state.bucket_layouts import BucketLayouts, form_of
+from holdfast.frameworks.torch.state.wrapper_reset import forget_pass
+from tests.adapters.worlds import Line
+
+FIRST = [[7, 6], [5, 4, 3, 2], [1, 0]]
+OTHER = [[0, 2, 4, 6], [1, 3, 5, 7]]
+CAP_MB = 0.0004
+
+
+def _wrapped(group: Any = None, cap: float = CAP_MB, width: int = 8, **options: Any) -> DDP:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    return DDP(layers, process_group=group, bucket_cap_mb=cap, **options)
+
+
+def _train(model: DDP, rank: int) -> float:
+    """Make a pass, and return the largest difference of a gradient from the mean over the ranks of its group."""
+    width = model.module[0].in_features
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
+    model.zero_grad()
+    (model(x) ** 2).sum().backward()
+    alone = copy.deepcopy(model.module)
+    alone.zero_grad()
+    (alone(x) ** 2).sum().backward()
+    worst = 0.0
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        dist.all_reduce(theirs.grad, group=model.process_group)
+        mean = theirs.grad / dist.get_world_size(model.process_group)
+        worst = max(worst, float((ours.grad - mean).abs().max()))
+    return worst
+
+
+def set_buckets(line: Line) -> dict[str, Any]:
+    """Set given layouts, a wrong one and the order of the parameters, and train after each of them."""
+    dist.init_process_group("gloo")
+    model = _wrapped()
+    seen: dict[str, Any] = {"given": private_api.rebuild_buckets(model, FIRST), "refused": 0}
+    wrong: list[list[list[int]]] = [[[1, 0]], [[*range(9)]]]
+    for layout in wrong:
+        try:
+            private_api.rebuild_buckets(model, layout)
+        except RuntimeError:
+            seen["refused"] += 1
+    errors = [_train(model, line.rank)]
+    seen["ordered"] = private_api.rebuild_buckets(model, [])
+    errors.append(_train(model, line.rank))
+    forget_pass(model)
+    errors.append(_train(model, line.rank))
+    seen["recorded"] = private_api.rebuild_buckets(model)
+    errors += [_train(model, line.rank) for _ in range(2)]
+    seen["logged"] = private_api.logged_buckets(model)
+    return {**seen, "error": max(errors)}
+
+
+def load(line: Line, cap: float, static: bool) -> dict[str, Any]:
+    """Train one step, and give the layout of this process to a new one, whose buckets may have another limit."""
+    dist.init_process_group("gloo")
+    old = _wrapped()
+    layouts = BucketLayouts([old], 2)
+    before = layouts.values()
+    _train(old, line.rank)
+    layouts.build()
+    new = _wrapped(cap=cap, static_graph=static)
+    joined = BucketLayouts([new], 2)
+    joined.load(layouts.values())
+    rehearses = joined.needs_rehearsal(looped=True)
+    return {
+        "before": before,
+        "rehearses": rehearses,
+        "unready": joined.unready,
+        "values": rehearses or joined.values() == layouts.values(),
+        "excused": joined.give_up(),
+    }
+
+
+def agree(line: Line, known: list[Any]) -> dict[str, Any]:
+    """Let the ranks agree; ``known`` has the layout of each rank, None for none."""
+    dist.init_process_group("gloo")
+    model = _wrapped()
+    layouts = BucketLayouts([model], len(known))
+    mine = known[line.rank]
+    if mine is None:
+        layouts.give_up()
+    else:
+        _build(layouts, model, mine)
+    layouts.agree(line.rank, partial=False, vote=fabric().reduce_vote)
+    errors = [_train(model, line.rank) for _ in range(3)]
+    return {"values": _buckets(layouts), "error": max(errors)}
+
+
+def agree_in_groups(line: Line) -> dict[str, Any]:
+    """Let the ranks agree in two groups of two, each with a model of its own. One rank of each has no layout."""
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    half = line.rank % 2
+    model = _wrapped(groups[half], width=8 + 4 * half)
+    layouts = BucketLayouts([model], 4)
+    if line.rank in (1, 2):
+        _build(layouts, model, [FIRST, OTHER][half])
+    layouts.agree(line.rank, partial=True, vote=fabric().reduce_vote)
+    errors = [_train(model, line.rank) for _ in range(3)]
+    return {"values": _buckets(layouts), "error": max(errors)}
+
+
+def agree_unknown(line: Line) -> dict[str, Any]:
+    """Rank 0 has final buckets that its layouts do not know, and rank 1 has none."""
+    dist.init_process_group("gloo")
+    model = _wrapped()
+    layouts = BucketLayouts([model], 2)
+    if line.rank == 0:
+        private_api.rebuild_buckets(model, FIRST)
+    layouts.agree(line.rank, partial=False, vote=fabric().reduce_vote)
+    errors = [_train(model, line.rank) for _ in range(3)]
+    return {"values": _buckets(layouts), "error": max(errors)}
+
+
+def _build(layouts: BucketLayouts, model: DDP, layout: list[list[int]]) -> None:
+    """Let the process take ``layout`` from a loaded state."""
+    layouts.load([{"of": form_of(model), "buckets": layout}])
+    assert not layouts.needs_rehearsal(looped=True)
+
+
+def _buckets(layouts: BucketLayouts) -> Any:
+    values: Any = layouts.values()
+    return [None if each is None else each["buckets"] for each in values]
