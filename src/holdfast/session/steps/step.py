@@ -536,7 +536,7 @@ class StepRunner:
         if self._is_fault(error) or self._excuses(step, error):
             self._abort(step)
             return True
-        if step.rehearsal:
+        if step.rehearsal and not isinstance(error, HoldfastError):
             error.add_note(_ALONE)
         self._give_up(step, error)
         if (impure := self._prover.explains(step, error)) is not None:

@@ -21,6 +21,7 @@ STEPS = 4
 
 EPOCHS = 4
 TABLE = "rank_table_2pcs.json"
+MPIRUN = shutil.which("mpirun")
 LENET, RESNET = "lenet_distributed_training.py", "resnet50_distributed_training.py"
 pytestmark = pytest.mark.timeout(4 * BOUND_S)
 
@@ -113,7 +114,7 @@ def test_run_cluster_sh_makes_one_job(tmp_path: Path, resnet: Path, cifar10: Pat
     check(resnet, tmp_path)
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
+@pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
 def test_mpirun_ends_with_the_weights_of_holdfast_run(tmp_path: Path, resnet: Path, cifar10: Path) -> None:
     """Each rank may use all processors, as under `holdfast run`: MindSpore divides its sums by their number."""
     options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
