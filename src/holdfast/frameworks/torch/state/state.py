@@ -120,6 +120,21 @@ def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from arrays_in(item, f"{path}.{key}")
 
 
+def _nested(value: Any) -> Iterator[Any]:
+    """Yield the values in a tree of dicts, lists and tuples, without numbers and texts."""
+    items = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple | deque)
+        else ()
+    )
+    for item in items:
+        if type(item) not in _PLAIN:
+            yield item
+            yield from _nested(item)
+
+
 class TorchCollected:
     """The training state at one moment: tensors by name, and plain values; implements the store's ``TensorSource``."""
 
@@ -327,14 +342,14 @@ class TorchState:
             yield from parameters_of(optimizer.optimizer)
 
     def declares(self, value: object) -> bool:
-        """Return whether ``value`` is an optimizer, a schedule, the scaler or one of the user's own objects.
+        """Return whether ``value`` is an optimizer, a schedule, the scaler, or one of the user's values, also inside.
 
         A module is none of them: its state does not have its plain attributes.
         """
         if isinstance(value, torch.nn.Module):
             return False
         optimizers = (each.optimizer for each in self.optimizers.values())
-        items = (self.scaler, *optimizers, *self.schedulers.values(), *self.extras.values())
+        items = (self.scaler, *optimizers, *self.schedulers.values(), *_nested(self.extras))
         return any(value is item for item in items)
 
     def trained(self) -> set[int]:
