@@ -300,6 +300,18 @@ def test_what_a_block_leaves_is_named_under_fsdp2(tmp_path: Path, monkeypatch: p
     assert re.search(f"ImpureBlockError: .*: {said}", output) and not ended, output
 
 
+def test_an_array_of_losses_that_decides_later_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a replacement drew other noise levels, because it had no losses: other weights, exit code 0."""
+    output, ended = run(tmp_path, "naive", "resampled", monkeypatch, code=Exit.BAD_INPUT, KILL="1:5")
+    assert re.search(
+        r"ImpureBlockError: step 0: .*each run changes the variable levels.(losses|counts), the variable levels",
+        output,
+    ), output
+    assert not ended
+
+
 def test_a_helper_that_ends_the_loop_by_its_turns_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

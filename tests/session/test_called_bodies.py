@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.session.steps.deciding_variables import deciding_variables
+from holdfast.runtime.worker.script_frames import values_of
+from holdfast.session.steps.deciding_variables import deciding_variables, placed_variables, places_in_script
 
 CLASSES = """
 class Warmup:
@@ -142,3 +143,82 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     assert found == FOUND[code]
     used = (outer, enclosed, own, shows, seen, rate_now, set_rate, counted, mean, numbers)
     assert all(used) and number == 0
+
+
+TRAINER = """
+class Scaler:
+    def __init__(self):
+        self.scale = 3
+
+    def optimize(self):
+        look()
+
+
+class Sampler:
+    def __init__(self):
+        self.losses = [1.0]
+
+    def weight(self):
+        return sum(self.losses)
+
+    def add(self, loss):
+        self.losses.append(loss)
+
+
+class Trainer:
+    def __init__(self):
+        self.scaler, self.sampler, self.count = Scaler(), Sampler(), 5
+
+    def run(self):
+        for step in [0]:
+            self.one()
+
+    def one(self):
+        self.set_rate()
+        self.compute()
+        self.scaler.optimize()
+        self.count += 1
+
+    def set_rate(self):
+        for group in groups:
+            group["lr"] = 0.1 * self.count
+
+    def compute(self):
+        loss = Loss() * self.weight()
+        loss.backward()
+        self.sampler.add(4.0)
+
+    def weight(self):
+        return self.sampler.weight()
+
+
+class Loss:
+    def backward(self):
+        pass
+
+    def __mul__(self, number):
+        return self
+
+
+groups = [{"lr": 0.0}]
+"""
+
+
+def test_names_belong_to_the_frame_of_their_function(tmp_path: Path) -> None:
+    """Another object steps the optimizer. Regression: its ``self`` was taken for that of the loop, which found nothing.
+
+    The functions around the update add nothing to the depth: the weight is three calls deep, with ``one`` four.
+    """
+    (file := tmp_path / "trainer.py").write_text(TRAINER)
+    linecache.checkcache()
+    module = types.ModuleType("trainer")
+    exec(compile(TRAINER, str(file), "exec"), vars(module))
+    found: dict[str, object] = {}
+
+    def look() -> None:
+        for name, place in placed_variables(places_in_script(), update=True):
+            found.update(values_of([name], place))
+
+    vars(module).update(look=look)
+    module.Trainer().run()
+    assert found == {"self.count": 5, "self.sampler.losses": [1.0, 4.0]}

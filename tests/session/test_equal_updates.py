@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from holdfast.core.worker.vote import Ballot, Tally
@@ -18,14 +21,15 @@ class Numbers:
 
     def __init__(self) -> None:
         self.of: dict[str, list[float]] = {}
+        self.declared: list[object] = []
 
     def scheduled_settings(self, optimizer: str) -> dict[str, list[float]]:
         """Return the learning rates of one optimizer."""
         return {"lr": self.of.get(optimizer, [])}
 
     def declares(self, value: object) -> bool:
-        """Return whether an object is a trainer: the tests declare those as state."""
-        return isinstance(value, Trainer)
+        """Return whether an object is a trainer, or in ``declared``: the tests declare those as state."""
+        return isinstance(value, Trainer) or any(value is each for each in self.declared)
 
 
 class Trainer:
@@ -269,3 +273,23 @@ def test_variables_are_named_once_for_all_optimizers(caplog: pytest.LogCaptureFi
             rank.checked.steps("g", "")
         count += 1
     assert len(caplog.messages) == 1 and "depend on count" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    "past", [[0.5], deque([0.5]), np.array([0.5, 0.5]), [0.5] * 500], ids=["list", "deque", "array", "long"]
+)
+def test_a_history_is_compared_and_a_declared_one_is_not(past: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a replacement drew by an empty history, and no value of it was compared."""
+    for declared in (True, False):
+        rank = Rank(first=True)
+        rank.numbers.declared = [past] if declared else []
+        numbers: list[Mapping[str, int]] = []
+        for _ in range(2):
+            rank.checked.opens()
+            rank.numbers.of["d"] = [0.1]
+            if past[0] < 99:
+                rank.checked.steps("d", "")
+            past[0] += 1
+            numbers.append(rank.checked.variables.numbers())
+        assert len(caplog.messages) == (not declared) and (numbers[0] == numbers[1]) == declared
+        assert all(set(each) == {"the variable past"} for each in numbers) != declared

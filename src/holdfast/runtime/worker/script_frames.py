@@ -7,7 +7,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from types import FrameType, GeneratorType
+from functools import cache
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 from holdfast.package import DIRECTORY
@@ -60,13 +61,20 @@ def variables_of_script() -> dict[str, object]:
     return found
 
 
-def values_of(names: Iterable[str]) -> dict[str, object]:
+def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dict[str, object]:
     """Return the values of variables and attributes (``self.tick``, ``self.rate.tick``) in the script's stack frames.
 
     The innermost frame that has a variable counts. A name without a value is left out.
+
+    Args:
+        names: the variables and attributes.
+        place: file and line of the function of these variables. Frames inside of it do not count: a method of another
+            object has another ``self``.
     """
     found: dict[str, object] = {}
     frames = list(frames_outside((OURS, *LIBRARIES)))
+    outer = [index for index, frame in enumerate(frames) if place and has_line(frame.f_code, *place)]
+    frames = frames[outer[0] if outer else 0 :]
     for name in names:
         owner, *attributes = name.split(".")
         scopes = (scope for frame in frames for scope in (frame.f_locals, frame.f_globals))
@@ -76,6 +84,16 @@ def values_of(names: Iterable[str]) -> dict[str, object]:
         if value is not _MISSING:
             found[name] = value
     return found
+
+
+def has_line(code: CodeType, file: str, line: int) -> bool:
+    """Return whether a line of a file belongs to a function, and not to a function inside of it."""
+    return code.co_filename == file and line in _lines(code)
+
+
+@cache
+def _lines(code: CodeType) -> frozenset[int | None]:
+    return frozenset(line for _, _, line in code.co_lines())
 
 
 def position_of(generator: GeneratorType[Any, Any, Any]) -> str:

@@ -10,6 +10,8 @@ compared with the run for the job. The results (gradients, buffers, declared sta
 differ, two more check runs use deterministic algorithms. Kernels that add in any order then give equal results. An
 impure block still gives different results, and is refused before it has made an update.
 
+Variables on which the updates depend are compared as well: an array of past losses may begin to count only later.
+
 Invariants:
 1. A check run changes nothing: its effects are undone like those of an aborted step.
 2. If the results agree, the number of check runs depends only on the step and the number of ranks. The ranks therefore
@@ -21,7 +23,7 @@ from __future__ import annotations
 import logging
 import random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,12 +75,20 @@ class Prover:
         adapter: the framework. If it cannot digest the results of a block, nothing is checked.
         every: steps between two checks; 0: none.
         world_size: ranks of the job.
+        variables: returns digests of the script's variables on which the updates of the open block depend, by words.
     """
 
-    def __init__(self, adapter: object, every: int, world_size: int) -> None:
+    def __init__(
+        self,
+        adapter: object,
+        every: int,
+        world_size: int,
+        variables: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         self._adapter = adapter if every and isinstance(adapter, ProvesBlocks) else None
         self._undeclared = UndeclaredState(adapter, on=every > 0)
         self._every = every
+        self._deciding = variables
         self._alone = world_size == 1
         self._first = True  # no block of this process has been checked yet
         self._step = -1
@@ -189,7 +199,7 @@ class Prover:
         )
 
     def _computed(self, adapter: ProvesBlocks) -> Mapping[str, int]:
-        return {**self._within, **adapter.computed()}
+        return {**self._within, **adapter.computed(), **self._deciding()}
 
     def _due(self, step: Step) -> ProvesBlocks | None:
         if self._adapter is None or step.scrap or step.parts > 1 or self._checked == step.number:
@@ -246,7 +256,8 @@ class Prover:
         cause = adapter.cause()
         # Only the first run differs if it used a value from before the check, and each later run used a value that its
         # predecessor had made (a batch that is drawn ahead).
-        settled = third == second or bool(cause)
+        changed = [name for name in self._deciding() if first.computed.get(name) != second.computed.get(name)]
+        settled = third == second or bool(cause) or bool(changed)
         if third == fourth and first.found == second.found and not settled:
             log.warning(
                 "holdfast: step %d: two runs of the block on the same batch differ (%s), and agree with deterministic "
@@ -265,8 +276,14 @@ class Prover:
                 hint=_BEHIND,
             )
         what = _difference(third.computed, fourth.computed) or _difference(first.computed, second.computed)
+        because = (
+            f"each run changes {', '.join(changed[:_TOLD_MAX])} on which the updates depend"
+            if changed
+            else ""
+        )
         cause = (
-            cause
+            because
+            or cause
             or _changed(self._variables[RUNS], self._variables[RUNS + 1])
             or "it uses what the run before has changed"
         )

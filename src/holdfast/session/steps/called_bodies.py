@@ -6,7 +6,8 @@ of that function. In the body, ``self`` becomes the object of the call. The para
 Other local names are renamed, because they end with the call. The name of a function is looked up in the running
 script, so the search needs the frames of the script on the stack.
 
-Functions of libraries are left out, and so are functions below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies.
+Functions of libraries are left out, and so are functions below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies. The
+functions in which the update is made now are a part of the loop: they add nothing to the depth.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
 
-from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, values_of
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, has_line, values_of
 
 DEPTH_MAX = 3
 BODIES_MAX = 50
@@ -78,20 +79,23 @@ def tree_of(file: str) -> ast.Module:
     return _parsed("".join(linecache.getlines(file)))
 
 
-def with_bodies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
+def with_bodies(
+    place: tuple[str, int], nodes: Sequence[ast.AST], inner: Sequence[tuple[str, int]] = ()
+) -> list[ast.AST]:
     """Return copies of ``nodes``, in which the calls of the script's functions have bodies.
 
     Args:
-        file: the source file of the nodes.
+        place: file and line that the frame with the nodes executes now.
         nodes: nodes of ``tree_of(file)``. The first one contains the others.
+        inner: file and line that the frames inside of the nodes execute now.
     """
     # A second parse takes a hundredth of the time of a copy.
-    tree = _parsed("".join(linecache.getlines(file)))
+    tree = _parsed("".join(linecache.getlines(place[0])))
     wanted = {_place(node): None for node in nodes}
-    found = {place: node for node in ast.walk(tree) if (place := _place(node)) in wanted}
-    copies = [found[place] for place in wanted if place in found]
+    found = {at: node for node in ast.walk(tree) if (at := _place(node)) in wanted}
+    copies = [found[at] for at in wanted if at in found]
     if copies:
-        _Bodies(file).visit(copies[0])
+        _Bodies(place, inner).visit(copies[0])
     return copies
 
 
@@ -99,47 +103,55 @@ class _Bodies(ast.NodeTransformer):
     """The transformer that gives calls their bodies.
 
     Args:
-        file: the source file of the loop. Global variables of functions of other files have other frames.
+        place: file and line that the frame of the loop executes now. Functions of other files have other globals.
+        inner: file and line that the frames inside of the loop execute now.
     """
 
-    def __init__(self, file: str) -> None:
-        self._file = file
+    def __init__(self, place: tuple[str, int], inner: Sequence[tuple[str, int]]) -> None:
+        self._place = place
+        self._inner = inner
+        self._depth = 0
         self._active: list[CodeType] = []
         self._count = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        function, owner = _function(node.func)
-        if function is None or len(self._active) == DEPTH_MAX or self._count == BODIES_MAX:
+        function, owner = _function(node.func, self._place)
+        if function is None or self._count == BODIES_MAX:
             return node
         code = function.__code__
+        deeper = 0 if any(has_line(code, *place) for place in self._inner) else 1
+        if self._depth + deeper > DEPTH_MAX:
+            return node
         definition = None if code in self._active or not of_script(code.co_filename) else _definition(code)
         if definition is None:
             return node
         self._count += 1
-        ours = code.co_filename == self._file and _sees_callers(function)
+        ours = code.co_filename == self._place[0] and _sees_callers(function)
         names = _Names(definition, owner, f"{LOCAL}{self._count}", ours=ours)
         statements = [names.visit(statement) for statement in definition.body]
         self._active.append(code)
+        self._depth += deeper
         body = [*names.bindings(node), *(self.visit(statement) for statement in statements)]
         self._active.pop()
-        return CallWithBody(node, body, updates=_is_update(node.func))
+        self._depth -= deeper
+        return CallWithBody(node, body, updates=_is_update(node.func, self._place))
 
 
-def _function(called: ast.expr) -> tuple[FunctionType | None, ast.expr | None]:
+def _function(called: ast.expr, place: tuple[str, int]) -> tuple[FunctionType | None, ast.expr | None]:
     """Return the Python function that a call runs now, and the expression of its ``self``; None: there is none."""
     if not chain(called):
         return None, None
     owner: ast.expr | None = None
     if isinstance(called, ast.Attribute):
-        holder = _value(chain(called.value))
+        holder = _value(chain(called.value), place)
         value = _static(holder, called.attr)
         if isinstance(value, FunctionType) and called.attr not in _instance(holder):
             owner = called.value  # a method, and not a function in a module or in an attribute
         elif isinstance(value, staticmethod):
             value = value.__func__
     else:
-        value = _value(called.id) if isinstance(called, ast.Name) else None
+        value = _value(called.id, place) if isinstance(called, ast.Name) else None
     if value is not None and not _is_code(value):
         kind = type(value)
         value, owner = _static(kind, "forward") or _static(kind, "__call__"), called
@@ -147,11 +159,11 @@ def _function(called: ast.expr) -> tuple[FunctionType | None, ast.expr | None]:
     return (found, owner) if isinstance(found, FunctionType) else (None, None)
 
 
-def _is_update(called: ast.expr) -> bool:
+def _is_update(called: ast.expr, place: tuple[str, int]) -> bool:
     """Return whether a call is the ``step`` of an optimizer, which has parameter groups."""
     if not (isinstance(called, ast.Attribute) and called.attr == "step"):
         return False
-    return "param_groups" in _instance(_value(chain(called.value)))
+    return "param_groups" in _instance(_value(chain(called.value), place))
 
 
 def _sees_callers(function: FunctionType) -> bool:
@@ -167,10 +179,10 @@ def _is_code(value: object) -> bool:
     return isinstance(value, FunctionType | type | ModuleType) or inspect.isroutine(value)
 
 
-def _value(name: str) -> object:
+def _value(name: str, place: tuple[str, int]) -> object:
     """Return the value of a variable or its attribute now, without a call of code of the script."""
     first, *attributes = name.split(".")
-    value = values_of([first]).get(first)
+    value = values_of([first], place).get(first)
     for attribute in attributes:
         value = _static(value, attribute)
     return value

@@ -31,6 +31,8 @@ _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.While
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+_FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
+"""Methods that write a list or a deque."""
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 
 
@@ -59,16 +61,27 @@ def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ..
     Args:
         update: the innermost place is an update: also find what may decide about the loss and the learning rate.
     """
-    names = (name for file, line in reversed(places) for name in _of_place(file, line, update=update))
-    return tuple(dict.fromkeys(name for name in names if LOCAL not in name))
+    return tuple(dict.fromkeys(name for name, _ in placed_variables(places, update=update)))
 
 
-def _of_place(file: str, line: int, *, update: bool) -> Iterator[str]:
+@cache
+def placed_variables(places: Places, *, update: bool = False) -> tuple[tuple[str, tuple[str, int]], ...]:
+    """Return the names of :func:`deciding_variables`, each with the place in whose frame it is a variable."""
+    found = (
+        (name, place)
+        for depth, place in reversed(list(enumerate(places)))
+        for name in _of_place(place, places[:depth], update)
+    )
+    return tuple(dict.fromkeys((name, place) for name, place in found if LOCAL not in name))
+
+
+def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[str]:
+    file, line = place
     scope, *inner = _inside_scope(file, line)
     loops = _loops_around(file, line)
     inside = inner[inner.index(loops[0]) :] if loops and update else []
     blocks = [node for node in inside if isinstance(node, ast.With)][:1]
-    full = with_bodies(file, [*loops, *blocks]) if loops else [scope]
+    full = with_bodies(place, [*loops, *blocks], inside_it) if loops else [scope]
     for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
         conditions += _skips(loop, line)
@@ -187,13 +200,17 @@ def _skips(block: ast.AST, line: int) -> Iterator[ast.expr]:
 
 
 def _assignments(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
-    """Yield the values that ``block`` assigns to the names in ``wanted``, which may grow meanwhile."""
+    """Yield the values that ``block`` assigns to the names in ``wanted``, which may grow meanwhile.
+
+    The index of an element that is assigned counts as well.
+    """
     left = [node for node in ast.walk(block) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
     while found := [
         n for n in left if n.value and any(name in wanted for t in _targets(n) for name, _ in _uses(t))
     ]:
         left = [node for node in left if node not in found]
         yield from (node.value for node in found if node.value is not None)
+        yield from (t.slice for node in found for t in _targets(node) if isinstance(t, ast.Subscript))
 
 
 def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.expr]:
@@ -233,6 +250,12 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _uses(part)
+        case ast.Call(func=ast.Attribute(attr=attribute, value=owner)) if (
+            attribute in _FILLS and not results and chain(owner)
+        ):
+            for child in ast.iter_child_nodes(node):
+                yield from _uses(child)
+            yield chain(owner), True
         case CallWithBody() if results:
             for part in node.results():
                 yield from _uses(part, results=True)

@@ -265,7 +265,7 @@ class StepRunner:
     ) -> None:
         self._finite = finite
         self._rank = rank
-        self._prover = Prover(adapter, verify[0], adapter.world_size)
+        self._prover = Prover(adapter, verify[0], adapter.world_size, lambda: self.variables.numbers())
         self._recompute = Recomputation(adapter, verify[1], owner.batch_of)
         self._votes = votes
         self._adapter = adapter

@@ -12,7 +12,7 @@ source is searched for such variables, and their values are compared:
   is refused. If an epoch ended with that step, nothing is refused, because the variable may count the steps of an
   epoch.
 
-A warning at the first update names the variables before any fault.
+A warning names the variables when they change for the first time, before any fault.
 
 Invariant: nothing is refused after the ranks have differed in the values. Then the variables are those of each rank.
 """
@@ -21,9 +21,12 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections import deque
 from collections.abc import Mapping
 from types import GeneratorType
 from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.errors import StepError
@@ -32,8 +35,8 @@ from holdfast.runtime.worker.script_frames import position_of, values_of
 from holdfast.session.steps.deciding_variables import (
     VARIABLES_MAX,
     Places,
-    deciding_variables,
     described,
+    placed_variables,
     places_in_script,
 )
 
@@ -43,6 +46,9 @@ KEY = "update_variables"
 """Key, in the session's plain values, of variables on which the updates depend."""
 
 TEXT_LENGTH_MAX = 200
+TEXT_LENGTH_SHOWN = 60
+BYTES_MAX = 1 << 20
+LENGTH_MAX = 1000
 HINT = (
     "keep what decides about an update in session(state={...}) (a dict that the code changes after "
     "`if step.committed:`), or compute it from step.number"
@@ -79,8 +85,11 @@ class UpdateVariables:
         self._on = on
         self._source = source
         self._warns = warns
-        self._names: dict[str, Places] = {}  # and the place where the script steps an optimizer
+        # Each name with the place of its function, and with the places from the update out to the loop.
+        self._names: dict[str, tuple[tuple[str, int], Places]] = {}
         self._values: dict[str, _Plain] = {}  # in the open block
+        self._began: dict[str, _Plain] = {}  # the first value of each variable in this process
+        self._told: set[str] = set()
         self._history = _History()
         self._continues = False  # this process has not committed a step after it has taken over the history
         self.mixed = False
@@ -94,22 +103,18 @@ class UpdateVariables:
         """Search the source for variables on which the optimizer that now steps for the first time depends.
 
         Args:
-            joins: this process replaces a lost one. It does not warn: the other ranks wait for it.
+            joins: this process replaces a lost one. It does not warn: a process before it has warned.
         """
         if not self._on:
             return
         places = places_in_script()
-        found = [name for name in deciding_variables(places, update=True) if not self._declared(name)]
-        names = [name for name in _plain(values_of(found)) if name not in self._names]
-        self._names.update(dict.fromkeys(found, places))
-        if names and self._warns and not joins:
-            log.warning(
-                "holdfast: the updates depend on %s (%s), and a process that joins or resumes begins with the value "
-                "of a start: %s",
-                ", ".join(names[:VARIABLES_MAX]),
-                described(places),
-                HINT,
-            )
+        found = {
+            name: (place, places)
+            for name, place in placed_variables(places, update=True)
+            if name not in self._names and not self._declared(name, place)
+        }
+        self._names.update(found)
+        self._warns = self._warns and not joins
 
     def look(self, *, joins: bool) -> None:
         """Read the values at the first update of a block.
@@ -119,9 +124,26 @@ class UpdateVariables:
         """
         if not self._names or self._values:
             return
-        self._values = _plain(values_of(self._names))
+        self._values = _plain(_values(self._names))
+        self._warn()
         if self.again and not joins:
             self.refuse()
+
+    def _warn(self) -> None:
+        """Warn of the variables that have changed. The others may be settings, or caches of one value."""
+        changed = [
+            name for name, value in self._values.items() if self._began.setdefault(name, value) != value
+        ]
+        new = [name for name in changed if name not in self._told] if self._warns else []
+        if new:
+            self._told.update(new)
+            log.warning(
+                "holdfast: the updates depend on %s (%s), and a process that joins or resumes begins with the value "
+                "of a start: %s",
+                ", ".join(new[:VARIABLES_MAX]),
+                described(self._names[new[0]][1]),
+                HINT,
+            )
 
     @property
     def again(self) -> bool:
@@ -150,6 +172,12 @@ class UpdateVariables:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the values; 0: there are none."""
         return identified(repr(sorted(self._values.items())).encode()) if self._values else 0
 
+    def numbers(self) -> dict[str, int]:
+        """Return a number for each value in the open block, by the variable in words."""
+        return {
+            f"the variable {name}": identified(repr(value).encode()) for name, value in self._values.items()
+        }
+
     def voted(self, *, mixed: bool) -> None:
         """Record that a vote has passed. ``mixed``: the ranks have different values."""
         self.mixed = self.mixed or mixed
@@ -177,15 +205,17 @@ class UpdateVariables:
 
     def described(self) -> str:
         """Return the variables, their values and the places in the script as text."""
-        where = "".join({f" ({described(places)})" for places in self._names.values()})
+        where = "".join({f" ({described(places)})" for _, places in self._names.values()})
         return f"{_shown(self._values) or 'none'}{where}"
 
-    def _declared(self, name: str) -> bool:
-        """Return whether an owner of an attribute (``self.rate`` of ``self.rate.tick``) is state of the session."""
+    def _declared(self, name: str, place: tuple[str, int]) -> bool:
+        """Return whether a list or array, or an owner of an attribute (``self.rate``), is state of the session."""
         parts = name.split(".")
         owners = [".".join(parts[:count]) for count in range(1, len(parts))]
+        found = values_of([*owners, name], place)
+        values = [value for each, value in found.items() if each != name or _is_history(value)]
         source = self._source
-        return source is not None and any(source.declares(owner) for owner in values_of(owners).values())
+        return source is not None and any(source.declares(value) for value in values)
 
 
 def identified(*parts: bytes) -> int:
@@ -196,8 +226,13 @@ def identified(*parts: bytes) -> int:
     return found % (STEP_MODULUS - 1) + 1
 
 
+def _values(names: Mapping[str, tuple[tuple[str, int], Places]]) -> dict[str, object]:
+    """Return the values of variables now, each in the function of its place."""
+    return {name: value for name, (place, _) in names.items() for value in values_of([name], place).values()}
+
+
 def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
-    """Return the bools, numbers, short strings and positions of generators in ``values``.
+    """Return the bools, numbers and short strings in ``values``, and texts for generators, lists and arrays of such.
 
     Other values may be state of the session.
     """
@@ -209,7 +244,30 @@ def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
             found[name] = int(value) if isinstance(value, int) else float(value)  # no subclass of NumPy
         elif isinstance(value, GeneratorType):
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
+        elif _is_history(value):
+            found[name] = _identified(value)
     return found
+
+
+def _is_history(value: object) -> bool:
+    """Return whether ``value`` is an array, or a list or deque of numbers and strings, small enough for each step."""
+    if type(value) is np.ndarray:
+        return value.dtype.kind in "biufc" and value.nbytes <= BYTES_MAX
+    if type(value) is list or type(value) is deque:
+        return len(value) <= LENGTH_MAX and all(isinstance(item, bool | int | float | str) for item in value)
+    return False
+
+
+def _identified(value: Any) -> str:
+    """Return a text that differs for other elements of an array, list or deque."""
+    if isinstance(value, np.ndarray):
+        return f"an array {value.shape} with checksum {zlib.crc32(value.tobytes()):08x}"
+    text = repr(list(value))
+    return (
+        text
+        if len(text) <= TEXT_LENGTH_SHOWN
+        else f"{len(value)} values with checksum {zlib.crc32(text.encode()):08x}"
+    )
 
 
 def _shown(values: Mapping[str, _Plain]) -> str:

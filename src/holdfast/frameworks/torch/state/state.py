@@ -120,6 +120,21 @@ def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from arrays_in(item, f"{path}.{key}")
 
 
+def _nested(value: Any) -> Iterator[Any]:
+    """Yield the values in a tree of dicts, lists and tuples, without numbers and texts."""
+    items = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple | deque)
+        else ()
+    )
+    for item in items:
+        if type(item) not in _PLAIN:
+            yield item
+            yield from _nested(item)
+
+
 class TorchCollected:
     """The training state at one moment: tensors by name, and plain values; implements the store's ``TensorSource``."""
 
@@ -327,13 +342,13 @@ class TorchState:
             yield from parameters_of(optimizer.optimizer)
 
     def declares(self, value: object) -> bool:
-        """Return whether ``value`` is a schedule, the scaler or one of the user's own objects.
+        """Return whether ``value`` is a schedule, the scaler or one of the user's own values, also inside of them.
 
         Modules and optimizers are not: their state does not have their plain attributes.
         """
         if isinstance(value, torch.nn.Module | Optimizer):
             return False
-        return any(value is item for item in (self.scaler, *self.schedulers.values(), *self.extras.values()))
+        return any(value is item for item in (self.scaler, *self.schedulers.values(), *_nested(self.extras)))
 
     def trained(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train (:func:`trained_by`)."""
