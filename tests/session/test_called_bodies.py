@@ -56,6 +56,12 @@ class Warmup:
             group["lr"] = number
 
 
+def set_by(given):
+    given.count += 1
+    for group in groups:
+        group["lr"] = given.count
+
+
 def rate_now():
     return 0.1 * number
 
@@ -84,6 +90,8 @@ def schedule_of():
 
 """
 FOUND: dict[str, tuple[str, ...]] = {
+    "set_by(outer.inner)\noptimizer.step()": ("outer.inner.count",),
+    "set_by(given=schedule)\noptimizer.step()": ("schedule.count",),
     "schedule.step()\noptimizer.step()": ("schedule.count",),
     "schedule.scale(loss).backward()\noptimizer.step()\nschedule.advance()": ("schedule.count",),
     "schedule.scale(loss).backward()\noptimizer.step()\nschedule.show()": (),
@@ -124,6 +132,7 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     exec(compile(CLASSES, str(file), "exec"), vars(module))
     # The search looks up these names in this function, as in that of a script.
     Warmup, rate_now, set_rate, counted = module.Warmup, module.rate_now, module.set_rate, module.counted
+    set_by = module.set_by
     schedule, number, mean, numbers = Warmup(), 0, 0.5, numbers_from(3)
     outer, enclosed = Warmup(schedule), module.schedule_of()
     shows, seen = numbers_from(4), 1  # drawn from after the block
@@ -133,6 +142,7 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     assert (
         outer
         and enclosed
+        and set_by
         and shows
         and seen
         and rate_now
