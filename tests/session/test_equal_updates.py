@@ -313,4 +313,4 @@ def test_a_history_is_compared_and_a_declared_one_is_not(past: Any, caplog: pyte
             past[0] += 1
             numbers.append(rank.checked.variables.numbers())
         assert len(caplog.messages) == (not declared) and (numbers[0] == numbers[1]) == declared
-        assert all(set(each) == {"the variable past"} for each in numbers) != declared
+        assert all(set(each) == {"past"} for each in numbers) != declared

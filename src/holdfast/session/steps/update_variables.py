@@ -175,10 +175,8 @@ class UpdateVariables:
         return identified(repr(sorted(self._values.items())).encode()) if self._values else 0
 
     def numbers(self) -> dict[str, int]:
-        """Return a number for each value in the open block, by the variable in words."""
-        return {
-            f"the variable {name}": identified(repr(value).encode()) for name, value in self._values.items()
-        }
+        """Return a number for each value in the open block, by the name of the variable."""
+        return {name: identified(repr(value).encode()) for name, value in self._values.items()}
 
     def voted(self, *, mixed: bool) -> None:
         """Record that a vote has passed. ``mixed``: the ranks have different values."""
