@@ -66,6 +66,12 @@ class Momentum:
             parameter.add_(parameter.grad, alpha=1 / self.seen)
 
 
+def set_by(given):
+    given.count += 1
+    for group in groups:
+        group["lr"] = given.count
+
+
 def rate_now():
     return 0.1 * number
 
@@ -94,6 +100,8 @@ def schedule_of():
 
 """
 FOUND: dict[str, tuple[str, ...]] = {
+    "set_by(outer.inner)\noptimizer.step()": ("outer.inner.count",),
+    "set_by(given=schedule)\noptimizer.step()": ("schedule.count",),
     "schedule.step()\noptimizer.step()": ("schedule.count",),
     "schedule.scale(loss).backward()\noptimizer.step()\nschedule.advance()": ("schedule.count",),
     "schedule.scale(loss).backward()\noptimizer.step()\nschedule.show()": (),
@@ -135,13 +143,14 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     exec(compile(CLASSES, str(file), "exec"), vars(module))
     # The search looks up these names in this function, as in that of a script.
     Warmup, rate_now, set_rate, counted = module.Warmup, module.rate_now, module.set_rate, module.counted
+    set_by = module.set_by
     schedule, number, mean, numbers = Warmup(), 0, 0.5, numbers_from(3)
     outer, enclosed, own = Warmup(schedule), module.schedule_of(), module.Momentum()
     shows, seen = numbers_from(4), 1  # drawn from after the block
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]
-    used = (outer, enclosed, own, shows, seen, rate_now, set_rate, counted, mean, numbers)
+    used = (outer, enclosed, own, set_by, shows, seen, rate_now, set_rate, counted, mean, numbers)
     assert all(used) and number == 0
 
 

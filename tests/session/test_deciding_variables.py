@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.session.steps.deciding_variables import deciding_variables, described
+from holdfast.session.steps.deciding_variables import deciding_variables, described, lasting_variables
 
 HEAD = """
 tick, started, best = 0, 0, {"loss": 1.0}
@@ -82,3 +82,19 @@ def test_a_method_that_counts_its_calls(tmp_path: Path) -> None:
 
 def test_without_source() -> None:
     assert deciding_variables((("<stdin>", 3),)) == () and described((("<stdin>", 3),)) == "<stdin>:3"
+
+
+LASTING: dict[str, tuple[str, ...]] = {
+    "optimizer.step()\ntick += 1\ncount += 1": ("tick",),
+    "optimizer.step()\ntick = tick + len(batch)": ("tick",),
+    "optimizer.step()\ntick += 1\nif step.last_in_epoch:\n    tick = 0": (),
+    "optimizer.step()\nstate.seen += 1\nsteps['all'] += 1": ("state.seen", "steps"),
+    "optimizer.step()\nstate = made()\nstate.seen += 1": (),
+}
+
+
+@pytest.mark.parametrize("code", LASTING)
+def test_variables_that_no_epoch_sets(tmp_path: Path, code: str) -> None:
+    text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
+    (file := tmp_path / "train.py").write_text(text)
+    assert lasting_variables(((str(file), 7),)) == set(LASTING[code])

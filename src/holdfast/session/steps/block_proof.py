@@ -62,10 +62,12 @@ class Proof(NamedTuple):
     Attributes:
         found: digests of the state at the start of the run.
         computed: digests of the results at the point where the block votes, and before each update ahead of the vote.
+        deciding: digests of the script's variables on which the updates depend, by name.
     """
 
     found: Mapping[str, int]
     computed: Mapping[str, int]
+    deciding: Mapping[str, int]
 
 
 class Prover:
@@ -75,7 +77,7 @@ class Prover:
         adapter: the framework. If it cannot digest the results of a block, nothing is checked.
         every: steps between two checks; 0: none.
         world_size: ranks of the job.
-        variables: returns digests of the script's variables on which the updates of the open block depend, by words.
+        variables: returns digests of the script's variables on which the updates of the open block depend, by name.
     """
 
     def __init__(
@@ -156,14 +158,14 @@ class Prover:
         if not computed:
             self._checked = step.number  # the block skips this batch: check the next step that computes
         else:
-            self._add(step, adapter, Proof(self._found, computed))
+            self._add(step, adapter, Proof(self._found, computed, self._deciding()))
 
     def confirms(self, step: Step) -> bool:
         """Return whether the run for the job may vote: its results equal those of the check run, if there was one."""
         adapter = self._due(step)
         if adapter is None or len(self._proofs) != RUNS - 1:
             return True
-        self._add(step, adapter, Proof(self._found, self._computed(adapter)))
+        self._add(step, adapter, Proof(self._found, self._computed(adapter), self._deciding()))
         return self._checked == step.number
 
     def excuses(self, step: Step, error: BaseException) -> bool:
@@ -199,7 +201,7 @@ class Prover:
         )
 
     def _computed(self, adapter: ProvesBlocks) -> Mapping[str, int]:
-        return {**self._within, **adapter.computed(), **self._deciding()}
+        return {**self._within, **adapter.computed()}
 
     def _due(self, step: Step) -> ProvesBlocks | None:
         if self._adapter is None or step.scrap or step.parts > 1 or self._checked == step.number:
@@ -256,7 +258,7 @@ class Prover:
         cause = adapter.cause()
         # Only the first run differs if it used a value from before the check, and each later run used a value that its
         # predecessor had made (a batch that is drawn ahead).
-        changed = [name for name in self._deciding() if first.computed.get(name) != second.computed.get(name)]
+        changed = [name for name, number in second.deciding.items() if first.deciding.get(name) != number]
         settled = third == second or bool(cause) or bool(changed)
         if third == fourth and first.found == second.found and not settled:
             log.warning(
@@ -276,14 +278,14 @@ class Prover:
                 hint=_BEHIND,
             )
         what = _difference(third.computed, fourth.computed) or _difference(first.computed, second.computed)
-        because = (
-            f"each run changes {', '.join(changed[:_TOLD_MAX])} on which the updates depend"
-            if changed
-            else ""
-        )
+        if not what:
+            raise ImpureBlockError(
+                f"step {step.number}: run again on the same batch, the block finds other values of "
+                f"{', '.join(changed[:_TOLD_MAX])}, on which its updates depend",
+                hint=_HINT,
+            )
         cause = (
-            because
-            or cause
+            cause
             or _changed(self._variables[RUNS], self._variables[RUNS + 1])
             or "it uses what the run before has changed"
         )

@@ -2,7 +2,8 @@
 
 Theory. A script may keep what a step takes over from the step before in an object, such as a schedule that counts its
 calls. The source of the loop alone does not show it. So each call of a function or method of the script gets the body
-of that function. In the body, ``self`` becomes the object of the call. The parameters are assigned from the arguments.
+of that function. In the body, ``self`` becomes the object of the call. A parameter becomes the variable that is its
+argument, if the body does not assign it. Other parameters are assigned from the arguments.
 Other local names are renamed, because they end with the call. The name of a function is looked up in the running
 script, so the search needs the frames of the script on the stack.
 
@@ -128,11 +129,11 @@ class _Bodies(ast.NodeTransformer):
             return node
         self._count += 1
         ours = code.co_filename == self._place[0] and _sees_callers(function)
-        names = _Names(definition, owner, f"{LOCAL}{self._count}", ours=ours)
+        names = _Names(definition, node, owner, f"{LOCAL}{self._count}", ours=ours)
         statements = [names.visit(statement) for statement in definition.body]
         self._active.append(code)
         self._depth += deeper
-        body = [*names.bindings(node), *(self.visit(statement) for statement in statements)]
+        body = [*names.bindings(), *(self.visit(statement) for statement in statements)]
         self._active.pop()
         self._depth -= deeper
         return CallWithBody(node, body, updates=_is_update(node.func, self._place))
@@ -231,26 +232,26 @@ class _Names(ast.NodeTransformer):
 
     Args:
         definition: the function.
+        call: the call of the function.
         owner: the expression of ``self``; None: the function is no method.
         mark: what is added to the local names of this call.
         ours: the variables around the function are those around the loop.
     """
 
-    def __init__(self, definition: ast.FunctionDef, owner: ast.expr | None, mark: str, *, ours: bool) -> None:
+    def __init__(
+        self, definition: ast.FunctionDef, call: ast.Call, owner: ast.expr | None, mark: str, *, ours: bool
+    ) -> None:
         parameters = [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
         self._self = parameters.pop(0) if owner is not None and parameters else ""
         self._owner = owner
         self._mark = mark
         self._parameters = parameters
         stored = {
-            *parameters,
-            *(node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)),
-            *(
-                node.id
-                for node in ast.walk(definition)
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            ),
+            node.id
+            for node in ast.walk(definition)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
+        arguments = {node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)}
         declared = {
             name
             for node in ast.walk(definition)
@@ -258,19 +259,30 @@ class _Names(ast.NodeTransformer):
             for name in node.names
         }
         self._ours = ours
-        self._locals = stored - declared
+        self._locals = {*arguments, *stored} - declared
+        self._given = dict(self._arguments(call))
+        self._same = {
+            name: value for name, value in self._given.items() if chain(value) and name not in stored
+        }
 
-    def bindings(self, call: ast.Call) -> Iterator[ast.stmt]:
-        """Yield assignments of the arguments of ``call`` to the parameters."""
-        named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-        for name, value in [*zip(self._parameters, call.args, strict=False), *named.items()]:
+    def _arguments(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+        for name, value in zip(self._parameters, call.args, strict=False):
             if isinstance(value, ast.Starred):
                 return
-            yield ast.Assign(targets=[ast.Name(f"{name}{self._mark}", ast.Store())], value=value)
+            yield name, value
+        yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
+
+    def bindings(self) -> Iterator[ast.stmt]:
+        """Yield assignments of the arguments of the call to the parameters."""
+        for name, value in self._given.items():
+            if name not in self._same:
+                yield ast.Assign(targets=[ast.Name(f"{name}{self._mark}", ast.Store())], value=value)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id == self._self and self._owner is not None:
             return self._owner
+        if node.id in self._same:
+            return self._same[node.id]
         if node.id in self._locals or not (self._ours or hasattr(builtins, node.id)):
             node.id += self._mark
         return node

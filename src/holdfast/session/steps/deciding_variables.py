@@ -75,6 +75,30 @@ def placed_variables(places: Places, *, update: bool = False) -> tuple[tuple[str
     return tuple(dict.fromkeys((name, place) for name, place in found if LOCAL not in name))
 
 
+@cache
+def lasting_variables(places: Places) -> frozenset[str]:
+    """Return the names of variables at the outermost of ``places`` that no epoch sets to a value of their begin.
+
+    The outermost loop, with the bodies of the functions that it calls, only adds to them.
+    """
+    place = places[-1]
+    loops = _loops_around(*place)
+    body = with_bodies(place, loops, places[:-1])[:1]
+    added: set[str] = set()
+    assigned: set[str] = set()
+    for node in body and ast.walk(body[0]):
+        if isinstance(node, ast.AugAssign):
+            added |= {name for name, stores in _uses(node.target) if stores}
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            names = {name for target in _targets(node) for name, stores in _uses(target) if stores}
+            (added if node.value and names <= _names_in([node.value]) else assigned).update(names)
+        elif isinstance(node, ast.For | ast.comprehension):
+            assigned |= {name for name, stores in _uses(node.target) if stores}
+    return frozenset(
+        name for name in added if assigned.isdisjoint(".".join(name.split(".")[:n]) for n in range(1, 9))
+    )
+
+
 def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[str]:
     file, line = place
     scope, *inner = _inside_scope(file, line)

@@ -9,8 +9,8 @@ source is searched for such variables, and their values are compared:
 - with the state, in a process that continues the job, and where all ranks are replacements: ranks that make other
   collectives in a block may be lost one after the other, before any vote. The state holds the values at the first step
   of the job and at the newest one. A variable that has its first value again, but had another one at the step before,
-  is refused. If an epoch ended with that step, nothing is refused, because the variable may count the steps of an
-  epoch.
+  is refused. If an epoch ended with that step, the variable may count the steps of an epoch. Then it is refused only if
+  the source shows that no epoch sets it.
 
 A warning names the variables when they change for the first time, before any fault.
 
@@ -36,6 +36,7 @@ from holdfast.session.steps.deciding_variables import (
     VARIABLES_MAX,
     Places,
     described,
+    lasting_variables,
     placed_variables,
     places_in_script,
 )
@@ -148,14 +149,15 @@ class UpdateVariables:
     @property
     def again(self) -> bool:
         """True if this process continues the job, and a variable has begun again in the open block."""
-        return self._continues and not self._history.ended and bool(self._begun_again())
+        return self._continues and bool(self._begun_again())
 
     def _begun_again(self) -> list[str]:
-        first, newest, _ = self._history
+        first, newest, ended = self._history
         return [
             name
             for name, value in self._values.items()
             if first.get(name) == value != newest.get(name, value)
+            and not (ended and name not in lasting_variables(self._names[name][1]))
         ]
 
     def refuse(self) -> NoReturn:
@@ -173,10 +175,8 @@ class UpdateVariables:
         return identified(repr(sorted(self._values.items())).encode()) if self._values else 0
 
     def numbers(self) -> dict[str, int]:
-        """Return a number for each value in the open block, by the variable in words."""
-        return {
-            f"the variable {name}": identified(repr(value).encode()) for name, value in self._values.items()
-        }
+        """Return a number for each value in the open block, by the name of the variable."""
+        return {name: identified(repr(value).encode()) for name, value in self._values.items()}
 
     def voted(self, *, mixed: bool) -> None:
         """Record that a vote has passed. ``mixed``: the ranks have different values."""
