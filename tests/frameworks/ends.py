@@ -55,6 +55,6 @@ class Ends:
         run_flags = ("--framework", self._framework, "--nproc-per-node", str(WORLD), *flags)
         with Launched(folder, *run_flags, job, *arguments, env=env, name=name) as run:
             assert run.wait() == code, run.output
-            found = run.said(r"\nend (.*)\n")
+            found = run.said(r"(?m)^end (.*)$")
             assert len(found) == (0 if code else WORLD), run.output
             return found, run.output
