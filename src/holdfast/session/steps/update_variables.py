@@ -89,6 +89,7 @@ class UpdateVariables:
         # Each name with the place of its function, and with the places from the update out to the loop.
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
         self._values: dict[str, _Plain] = {}  # in the open block
+        self._generators: set[str] = set()
         self._began: dict[str, _Plain] = {}  # the first value of each variable in this process
         self._told: set[str] = set()
         self._history = _History()
@@ -125,7 +126,9 @@ class UpdateVariables:
         """
         if not self._names or self._values:
             return
-        self._values = _plain(_values(self._names))
+        values = _values(self._names)
+        self._values = _plain(values)
+        self._generators = {name for name, value in values.items() if isinstance(value, GeneratorType)}
         self._warn()
         if self.again and not joins:
             self.refuse()
@@ -175,8 +178,15 @@ class UpdateVariables:
         return identified(repr(sorted(self._values.items())).encode()) if self._values else 0
 
     def numbers(self) -> dict[str, int]:
-        """Return a number for each value in the open block, by the name of the variable."""
-        return {name: identified(repr(value).encode()) for name, value in self._values.items()}
+        """Return a number for each value in the open block, by the name of the variable.
+
+        Generators are left out: the search also finds those whose items no update uses.
+        """
+        return {
+            name: identified(repr(value).encode())
+            for name, value in self._values.items()
+            if name not in self._generators
+        }
 
     def voted(self, *, mixed: bool) -> None:
         """Record that a vote has passed. ``mixed``: the ranks have different values."""
