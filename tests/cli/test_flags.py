@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.commands.run import run
 from holdfast.cli.start.flags import FLAGS, RunFlag
 from holdfast.cli.start.help_pages import COMMON, TOPICS
 from tests.cli.command import HOLDFAST, Run
@@ -21,8 +22,7 @@ NEWER = {"log_line_prefix_template", "print_completion"}
 
 def torch_actions() -> list[argparse.Action]:
     """Return the flags of the installed torchrun."""
-    run = pytest.importorskip("torch.distributed.run")
-    parser: argparse.ArgumentParser = run.get_args_parser()
+    parser: argparse.ArgumentParser = pytest.importorskip("torch.distributed.run").get_args_parser()
     return [a for a in parser._actions if a.option_strings and "--help" not in a.option_strings]
 
 
@@ -52,6 +52,27 @@ def test_variables_are_those_of_torchrun() -> None:
 def test_our_own_flags_do_not_hide_one_of_torchrun() -> None:
     theirs = {option for action in torch_actions() for option in action.option_strings}
     assert theirs.isdisjoint(option for flag in FLAGS if flag.ours for option in flag.spellings)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "words",
+    [
+        "t.py -- --width x",
+        "-m package.module -- --width x",
+        "t.py --width x -- y",
+        "t.py x -- --width",
+        "t.py -- -- x",
+        "-- t.py --width",
+        "t.py --nnodes 2",
+        "t.py",
+    ],
+)
+def test_the_script_gets_the_arguments_that_torchrun_gives_it(words: str) -> None:
+    """Regression: ``--`` after the script reached the script, which refused what came after it."""
+    theirs = pytest.importorskip("torch.distributed.run").get_args_parser().parse_args(words.split())
+    ours = run.make_context("run", words.split()).params
+    assert (ours["script"], list(ours["args"])) == (theirs.training_script, theirs.training_script_args)
 
 
 def test_document_holds_the_table() -> None:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from holdfast.cli.screen.console import Screen, table_console
 from holdfast.cli.start.run_config import find_target
+from holdfast.cli.start.script_arguments import without_separator
 from holdfast.core.job.fault import SEEN
 from holdfast.drill.exercise import LAYOUTS, Drill, DrillVerdict, Exercise, require_torch
 from holdfast.drill.failure_excerpt import text
@@ -75,7 +76,7 @@ DEFAULT_STEPS = 40
               help="Write the verdict as data.")  # fmt: skip
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, callback=without_separator)
 def drill(
     faults: tuple[str, ...], nproc: int, size: str, layout: str, steps: int, save_every: int,
     seed: int | None, module: bool, run_dir: str, json_file: Path | None, script: str | None, args: tuple[str, ...],

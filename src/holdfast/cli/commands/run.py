@@ -19,6 +19,7 @@ from holdfast.cli.start.help_pages import RunCommand
 from holdfast.cli.start.node_flags import RUN_HELP
 from holdfast.cli.start.run_config import resolve
 from holdfast.cli.start.scheduler_flags import scheduled, share_token
+from holdfast.cli.start.script_arguments import without_separator
 from holdfast.cli.start.torchrun_fallback import give_way
 from holdfast.errors import AuthError, UsageError, UserError
 from holdfast.runtime.node.disabled import is_disabled
@@ -45,7 +46,7 @@ def _options(command: click.Command) -> click.Command:
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
 )
 @click.argument("script", required=False, metavar="SCRIPT", shell_complete=files)
-@click.argument("args", nargs=-1, metavar="[ARGS]...", type=click.UNPROCESSED)
+@click.argument("args", nargs=-1, metavar="[ARGS]...", type=click.UNPROCESSED, callback=without_separator)
 @click.pass_context
 def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **values: Any) -> int:
     """Start SCRIPT with ARGS on this machine, as torchrun would, and keep it alive.
