@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from holdfast.runtime.worker.script_frames import owners_of, values_of
 from holdfast.session.steps.deciding_variables import deciding_variables, described, lasting_variables
 
 HEAD = """
@@ -24,7 +26,7 @@ AFTER: dict[str, tuple[str, ...]] = {
     "count += 1\nif count % 10 == 0:\n    reduce()": ("count",),
     "number = step.number + 1\nif number % 10 == 0:\n    reduce()": (),
     "done = tick > 4\nif done:\n    reduce()\ntick = tick + 1": ("tick",),
-    "if loss < best['loss']:\n    reduce()\n    best['loss'] = loss": ("best",),
+    "if loss < best['loss']:\n    reduce()\n    best['loss'] = loss": ('best["loss"]',),
     "if self.next <= step.number:\n    reduce()\n    self.next += 10": ("self.next",),
     "if every and step.number % every == 0:\n    reduce()": (),
     "reduce()": (),
@@ -55,6 +57,14 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "it = step.number\nmodel(batch, it).backward()\noptimizer.step()": (),
     "loss = model(batch)\nloss.backward()\noptimizer.step()\nmean = 0.9 * mean + 0.1 * loss.item()": (),
     "scheduler.step()\noptimizer.step()\nseen += len(batch)": (),
+    "for g in groups:\n    g['lr'] = 0.1 * past['step']\noptimizer.step()\npast['step'] += 1": (
+        'past["step"]',
+    ),
+    "past['shown'] = 1\nmodel(batch, past['n']).backward()\noptimizer.step()\npast['n'] += 1": ('past["n"]',),
+    "past['n'] = step.number\nmodel(batch, past['n']).backward()\noptimizer.step()\npast['n'] += 1": (),
+    "for g in groups:\n    g['lr'] = g['lr'] * 0.9\noptimizer.step()": (),
+    "batch['w'] = batch['w'] / 2\nmodel(batch['w']).backward()\noptimizer.step()": (),
+    "lot = made(it)\nmodel(lot['w']).backward()\noptimizer.step()\nit += 1": ("it",),
 }
 
 
@@ -80,6 +90,13 @@ def test_a_method_that_counts_its_calls(tmp_path: Path) -> None:
     assert described(places) == "meter.py:6, from train.py:8"
 
 
+def test_values_of_attributes_and_elements() -> None:
+    holder = SimpleNamespace(past={"a.b": 3, "inner": {"n": 4}})
+    names = ('holder.past["a.b"]', 'holder.past["inner"]["n"]', 'holder.past["none"]', 'holder["past"]')
+    assert holder and values_of(names) == dict(zip(names, (3, 4), strict=False))
+    assert owners_of(names[1]) == ("holder", "holder.past", 'holder.past["inner"]')
+
+
 def test_without_source() -> None:
     assert deciding_variables((("<stdin>", 3),)) == () and described((("<stdin>", 3),)) == "<stdin>:3"
 
@@ -88,7 +105,7 @@ LASTING: dict[str, tuple[str, ...]] = {
     "optimizer.step()\ntick += 1\ncount += 1": ("tick",),
     "optimizer.step()\ntick = tick + len(batch)": ("tick",),
     "optimizer.step()\ntick += 1\nif step.last_in_epoch:\n    tick = 0": (),
-    "optimizer.step()\nstate.seen += 1\nsteps['all'] += 1": ("state.seen", "steps"),
+    "optimizer.step()\nstate.seen += 1\nsteps['all'] += 1": ("state.seen", 'steps["all"]'),
     "optimizer.step()\nstate = made()\nstate.seen += 1": (),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from holdfast.package import DIRECTORY
 
 OURS = str(DIRECTORY) + os.sep
 _MISSING = object()
+_PARTS = re.compile(r'\["[^"]*"\]|[^.\[]+')
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -61,13 +63,22 @@ def variables_of_script() -> dict[str, object]:
     return found
 
 
+@cache
+def owners_of(name: str) -> tuple[str, ...]:
+    """Return the variables and attributes that hold an attribute or element: ``self.seen["x"]`` has two.
+
+    An element of a dict has its key in the name, as Python writes it with double quotes.
+    """
+    return tuple(name[: match.end()] for match in list(_PARTS.finditer(name))[:-1])
+
+
 def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dict[str, object]:
-    """Return the values of variables and attributes (``self.tick``, ``self.rate.tick``) in the script's stack frames.
+    """Return the values of variables, attributes and elements (``self.tick``, ``seen["x"]``) in the stack frames.
 
     The innermost frame that has a variable counts. A name without a value is left out.
 
     Args:
-        names: the variables and attributes.
+        names: the variables, attributes, and elements of dicts.
         place: file and line of the function of these variables. Frames inside of it do not count: a method of another
             object has another ``self``.
     """
@@ -76,11 +87,14 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
     outer = [index for index, frame in enumerate(frames) if place and has_line(frame.f_code, *place)]
     frames = frames[outer[0] if outer else 0 :]
     for name in names:
-        owner, *attributes = name.split(".")
+        owner, *parts = _PARTS.findall(name)
         scopes = (scope for frame in frames for scope in (frame.f_locals, frame.f_globals))
         value = next((scope[owner] for scope in scopes if owner in scope), _MISSING)
-        for attribute in attributes:
-            value = getattr(value, attribute, _MISSING)
+        for part in parts:
+            if not part.startswith("["):
+                value = getattr(value, part, _MISSING)
+            else:
+                value = value.get(part[2:-2], _MISSING) if isinstance(value, dict) else _MISSING
         if value is not _MISSING:
             found[name] = value
     return found

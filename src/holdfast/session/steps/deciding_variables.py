@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, values_of
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of, values_of
 from holdfast.session.steps.called_bodies import LOCAL, CallWithBody, chain, of_script, tree_of, with_bodies
 
 Places = tuple[tuple[str, int], ...]
@@ -94,9 +94,7 @@ def lasting_variables(places: Places) -> frozenset[str]:
             (added if node.value and names <= _names_in([node.value]) else assigned).update(names)
         elif isinstance(node, ast.For | ast.comprehension):
             assigned |= {name for name, stores in _uses(node.target) if stores}
-    return frozenset(
-        name for name in added if assigned.isdisjoint(".".join(name.split(".")[:n]) for n in range(1, 9))
-    )
+    return frozenset(name for name in added if assigned.isdisjoint((*owners_of(name), name)))
 
 
 def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[str]:
@@ -111,7 +109,7 @@ def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterat
         conditions += _skips(loop, line)
         carried = _carried(body, _names_in([*conditions, *(_sources(body) if update else [])]))
         # Local variables of a function without a loop do not outlive its call.
-        yield from carried if loops else (name for name in carried if "." in name)
+        yield from carried if loops else (name for name in carried if owners_of(name))
     for block in full[len(loops) :] if loops else []:
         yield from _drawn(block)
 
@@ -187,7 +185,7 @@ def _carried(block: ast.AST, wanted: set[str]) -> list[str]:
     written = {name for name, stores in uses if stores}
     first: dict[str, bool] = {}
     for name, stores in uses:
-        first.setdefault(name, stores)
+        first.setdefault(name, stores or any(first.get(owner, False) for owner in owners_of(name)))
     return [name for name, stores in first.items() if not stores and name in wanted & written]
 
 
@@ -230,11 +228,18 @@ def _assignments(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
     """
     left = [node for node in ast.walk(block) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
     while found := [
-        n for n in left if n.value and any(name in wanted for t in _targets(n) for name, _ in _uses(t))
+        n
+        for n in left
+        if n.value and any(_is_wanted(name, wanted) for t in _targets(n) for name, _ in _uses(t))
     ]:
         left = [node for node in left if node not in found]
         yield from (node.value for node in found if node.value is not None)
         yield from (t.slice for node in found for t in _targets(node) if isinstance(t, ast.Subscript))
+
+
+def _is_wanted(name: str, wanted: set[str]) -> bool:
+    """Return whether ``wanted`` has a variable, or an attribute or element of it."""
+    return name in wanted or any(name in owners_of(each) for each in wanted)
 
 
 def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.expr]:
@@ -244,7 +249,8 @@ def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.e
 def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]:
     """Yield the variables that ``node`` uses, in the order of execution, and whether it writes them.
 
-    An attribute of a variable is a variable of its own (``self.tick``). An element is a part of its container.
+    An attribute of a variable is a variable of its own (``self.tick``), and so is an element with a constant text as
+    its key (``seen["x"]``). Another element is a part of its container.
 
     Args:
         results: of the body of a called function, only use what its value depends on.
@@ -268,6 +274,13 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
             if not isinstance(node.value, ast.Name):
                 yield from _uses(node.value)
             yield name, isinstance(node.ctx, ast.Store)
+        case ast.Subscript(slice=ast.Constant(value=str(key))) if chain(node.value) and not set(key) & set(
+            '"[]'
+        ):
+            stores = not isinstance(node.ctx, ast.Load)
+            if stores:
+                yield chain(node.value), False
+            yield f'{chain(node.value)}["{key}"]', stores
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _uses(node.slice, results=results)
             yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in _uses(node.value))

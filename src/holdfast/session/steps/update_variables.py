@@ -31,7 +31,7 @@ import numpy as np
 from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import position_of, values_of
+from holdfast.runtime.worker.script_frames import owners_of, position_of, values_of
 from holdfast.session.steps.deciding_variables import (
     VARIABLES_MAX,
     Places,
@@ -220,9 +220,7 @@ class UpdateVariables:
 
     def _declared(self, name: str, place: tuple[str, int]) -> bool:
         """Return whether a list or array, or an owner of an attribute (``self.rate``), is state of the session."""
-        parts = name.split(".")
-        owners = [".".join(parts[:count]) for count in range(1, len(parts))]
-        found = values_of([*owners, name], place)
+        found = values_of([*owners_of(name), name], place)
         values = [value for each, value in found.items() if each != name or _is_history(value)]
         source = self._source
         return source is not None and any(source.declares(value) for value in values)

@@ -342,13 +342,17 @@ class TorchState:
             yield from parameters_of(optimizer.optimizer)
 
     def declares(self, value: object) -> bool:
-        """Return whether ``value`` is a schedule, the scaler or one of the user's own values, also inside of them.
+        """Return whether ``value`` is a schedule, the scaler, a parameter group or one of the user's own values.
+
+        Values inside of these values count as well.
 
         Modules and optimizers are not: their state does not have their plain attributes.
         """
         if isinstance(value, torch.nn.Module | Optimizer):
             return False
-        return any(value is item for item in (self.scaler, *self.schedulers.values(), *_nested(self.extras)))
+        groups = (group for each in self.optimizers.values() for group in each.optimizer.param_groups)
+        items = (self.scaler, *groups, *self.schedulers.values(), *_nested(self.extras))
+        return any(value is item for item in items)
 
     def trained(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train (:func:`trained_by`)."""
