@@ -214,7 +214,12 @@ def test_a_division_that_a_fault_would_change_is_warned_of(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("arguments", [("receive",), ("receive", "0"), ("sum",), ("sum", "0")], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [("receive",), pytest.param(("receive", "0"), marks=pytest.mark.more),
+     ("sum",), pytest.param(("sum", "0"), marks=pytest.mark.more)],
+    ids=" ".join,
+)  # fmt: skip
 def test_communication_that_a_block_begins_for_the_next_one_is_refused(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
