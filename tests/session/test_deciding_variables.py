@@ -64,6 +64,8 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "past['n'] = step.number\nmodel(batch, past['n']).backward()\noptimizer.step()\npast['n'] += 1": (),
     "for g in groups:\n    g['lr'] = g['lr'] * 0.9\noptimizer.step()": (),
     "batch['w'] = batch['w'] / 2\nmodel(batch['w']).backward()\noptimizer.step()": (),
+    "weights[0] *= it\noptimizer.step()\nit += 1": ("it",),
+    "made().rate *= it\noptimizer.step()\nit += 1": ("it",),
     "lot = made(it)\nmodel(lot['w']).backward()\noptimizer.step()\nit += 1": ("it",),
 }
 

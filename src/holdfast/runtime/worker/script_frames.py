@@ -86,7 +86,7 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
     frames = list(frames_outside((OURS, *LIBRARIES)))
     outer = [index for index, frame in enumerate(frames) if place and has_line(frame.f_code, *place)]
     frames = frames[outer[0] if outer else 0 :]
-    for name in names:
+    for name in filter(None, names):
         owner, *parts = _PARTS.findall(name)
         scopes = (scope for frame in frames for scope in (frame.f_locals, frame.f_globals))
         value = next((scope[owner] for scope in scopes if owner in scope), _MISSING)
