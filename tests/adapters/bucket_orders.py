@@ -104,7 +104,7 @@ def agree(line: Line, known: list[Any]) -> dict[str, Any]:
 
 
 def agree_in_groups(line: Line) -> dict[str, Any]:
-    """Let the ranks agree in two groups of two, each with a model of its own. One rank of each has no layout."""
+    """Let the ranks agree in two groups of two, with different models. One rank of each has no layout."""
     dist.init_process_group("gloo")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     half = line.rank % 2

@@ -29,7 +29,7 @@ def test_a_layout_is_set_without_a_pass_and_a_wrong_one_changes_nothing(worlds: 
 def test_a_new_process_takes_the_loaded_layout_if_it_fits(
     worlds: Worlds, cap: float, static: bool, rehearses: bool
 ) -> None:
-    """Other limits of the buckets are a wish of the script. ``static_graph`` needs passes of its own."""
+    """Other limits of the buckets are a wish of the script. ``static_graph`` needs separate passes."""
     for seen in worlds.values(bucket_orders.load, 2, cap=cap, static=static):
         assert seen["before"] == [None]
         assert seen["rehearses"] == rehearses and seen["unready"] == int(rehearses) and seen["values"]

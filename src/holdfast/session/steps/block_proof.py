@@ -23,15 +23,15 @@ from __future__ import annotations
 import logging
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
-from holdfast.session.steps.deciding_variables import deciding_variables, places_in_script
 from holdfast.session.steps.undeclared_state import UndeclaredState
+from holdfast.session.steps.update_variables import UpdateVariables
 
 if TYPE_CHECKING:
     from holdfast.session.steps.step import Step
@@ -77,20 +77,14 @@ class Prover:
         adapter: the framework. If it cannot digest the results of a block, nothing is checked.
         every: steps between two checks; 0: none.
         world_size: ranks of the job.
-        variables: returns digests of the script's variables on which the updates of the open block depend, by name.
+        deciding: the check of the script's variables on which the updates depend.
     """
 
-    def __init__(
-        self,
-        adapter: object,
-        every: int,
-        world_size: int,
-        variables: Callable[[], Mapping[str, int]] = dict,
-    ) -> None:
+    def __init__(self, adapter: object, every: int, world_size: int, deciding: UpdateVariables) -> None:
         self._adapter = adapter if every and isinstance(adapter, ProvesBlocks) else None
         self._undeclared = UndeclaredState(adapter, on=every > 0)
         self._every = every
-        self._deciding = variables
+        self._deciding = deciding
         self._alone = world_size == 1
         self._first = True  # no block of this process has been checked yet
         self._step = -1
@@ -158,14 +152,14 @@ class Prover:
         if not computed:
             self._checked = step.number  # the block skips this batch: check the next step that computes
         else:
-            self._add(step, adapter, Proof(self._found, computed, self._deciding()))
+            self._add(step, adapter, Proof(self._found, computed, self._deciding.numbers()))
 
     def confirms(self, step: Step) -> bool:
         """Return whether the run for the job may vote: its results equal those of the check run, if there was one."""
         adapter = self._due(step)
         if adapter is None or len(self._proofs) != RUNS - 1:
             return True
-        self._add(step, adapter, Proof(self._found, self._computed(adapter), self._deciding()))
+        self._add(step, adapter, Proof(self._found, self._computed(adapter), self._deciding.numbers()))
         return self._checked == step.number
 
     def excuses(self, step: Step, error: BaseException) -> bool:
@@ -286,7 +280,7 @@ class Prover:
             )
         cause = (
             cause
-            or _changed(self._variables[RUNS], self._variables[RUNS + 1])
+            or _changed(self._variables[RUNS], self._variables[RUNS + 1], fourth.deciding)
             or "it uses what the run before has changed"
         )
         raise ImpureBlockError(
@@ -363,12 +357,14 @@ def _advanced(before: int | str, after: int | str) -> bool:
     return before != after
 
 
-def _changed(before: _Variables, after: _Variables) -> str:
-    """Return a text that names changed variables and all iterators, as possible causes; empty: there are none."""
+def _changed(before: _Variables, after: _Variables, deciding: Container[str]) -> str:
+    """Return a text that names changed variables and all iterators, as possible causes; empty: there are none.
+
+    The variables in ``deciding``, on which the updates depend, come first.
+    """
     then, now = {**before.plain, **before.inner}, {**after.plain, **after.inner}
     # A variable that the block has not assigned yet is a nan.
     names = [name for name, value in now.items() if repr(then.get(name, value)) != repr(value)]
-    deciding = deciding_variables(places_in_script(), update=True)
     # Floats last, as they are mostly times.
     names.sort(key=lambda name: (name not in deciding, isinstance(now[name], float)))
     told = [f"{name} (was {then[name]}, then {now[name]})" for name in names[:_TOLD_MAX]]

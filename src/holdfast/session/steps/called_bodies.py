@@ -23,6 +23,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
+from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, has_line, values_of
 
@@ -74,10 +75,14 @@ def chain(node: ast.AST) -> str:
     return ""
 
 
+def _new_tree_of(file: str) -> ast.Module:
+    return _parsed("".join(linecache.getlines(file)))
+
+
 @cache
 def tree_of(file: str) -> ast.Module:
     """Return the syntax tree of a source file; an empty one if the source is not there."""
-    return _parsed("".join(linecache.getlines(file)))
+    return _new_tree_of(file)
 
 
 def with_bodies(
@@ -91,7 +96,7 @@ def with_bodies(
         inner: file and line that the frames inside of the nodes execute now.
     """
     # A second parse takes a hundredth of the time of a copy.
-    tree = _parsed("".join(linecache.getlines(place[0])))
+    tree = _new_tree_of(place[0])
     wanted = {_place(node): None for node in nodes}
     found = {at: node for node in ast.walk(tree) if (at := _place(node)) in wanted}
     copies = [found[at] for at in wanted if at in found]
@@ -117,9 +122,10 @@ class _Bodies(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        function, owner = _function(node.func, self._place)
-        if function is None or self._count == BODIES_MAX:
+        callee = _callee(node.func, self._place)
+        if callee is None or self._count == BODIES_MAX:
             return node
+        function, owner, updates = callee
         code = function.__code__
         deeper = 0 if any(has_line(code, *place) for place in self._inner) else 1
         if self._depth + deeper > DEPTH_MAX:
@@ -136,17 +142,33 @@ class _Bodies(ast.NodeTransformer):
         body = [*names.bindings(), *(self.visit(statement) for statement in statements)]
         self._active.pop()
         self._depth -= deeper
-        return CallWithBody(node, body, updates=_is_update(node.func, self._place))
+        return CallWithBody(node, body, updates=updates)
 
 
-def _function(called: ast.expr, place: tuple[str, int]) -> tuple[FunctionType | None, ast.expr | None]:
-    """Return the Python function that a call runs now, and the expression of its ``self``; None: there is none."""
+class _Callee(NamedTuple):
+    """The Python function that a call runs now.
+
+    Attributes:
+        function: the function.
+        owner: the expression of its ``self``; None: it has none.
+        updates: it is the ``step`` of an optimizer, which has parameter groups.
+    """
+
+    function: FunctionType
+    owner: ast.expr | None
+    updates: bool
+
+
+def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
+    """Return the function that the expression ``called`` is now; None: it is no Python function."""
     if not chain(called):
-        return None, None
+        return None
     owner: ast.expr | None = None
+    updates = False
     if isinstance(called, ast.Attribute):
         holder = _value(chain(called.value), place)
         value = _static(holder, called.attr)
+        updates = called.attr == "step" and "param_groups" in _instance(holder)
         if isinstance(value, FunctionType) and called.attr not in _instance(holder):
             owner = called.value  # a method, and not a function in a module or in an attribute
         elif isinstance(value, staticmethod):
@@ -157,14 +179,7 @@ def _function(called: ast.expr, place: tuple[str, int]) -> tuple[FunctionType | 
         kind = type(value)
         value, owner = _static(kind, "forward") or _static(kind, "__call__"), called
     found = inspect.unwrap(value) if callable(value) else None
-    return (found, owner) if isinstance(found, FunctionType) else (None, None)
-
-
-def _is_update(called: ast.expr, place: tuple[str, int]) -> bool:
-    """Return whether a call is the ``step`` of an optimizer, which has parameter groups."""
-    if not (isinstance(called, ast.Attribute) and called.attr == "step"):
-        return False
-    return "param_groups" in _instance(_value(chain(called.value), place))
+    return _Callee(found, owner, updates) if isinstance(found, FunctionType) else None
 
 
 def _sees_callers(function: FunctionType) -> bool:

@@ -227,19 +227,17 @@ def _assignments(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
     The index of an element that is assigned counts as well.
     """
     left = [node for node in ast.walk(block) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
-    while found := [
-        n
-        for n in left
-        if n.value and any(_is_wanted(name, wanted) for t in _targets(n) for name, _ in _uses(t))
-    ]:
+    while True:
+        # A variable is also wanted if an attribute or element of it is.
+        held = wanted.union(*map(owners_of, wanted))
+        found = [
+            n for n in left if n.value and any(name in held for t in _targets(n) for name, _ in _uses(t))
+        ]
+        if not found:
+            return
         left = [node for node in left if node not in found]
         yield from (node.value for node in found if node.value is not None)
         yield from (t.slice for node in found for t in _targets(node) if isinstance(t, ast.Subscript))
-
-
-def _is_wanted(name: str, wanted: set[str]) -> bool:
-    """Return whether ``wanted`` has a variable, or an attribute or element of it."""
-    return name in wanted or any(name in owners_of(each) for each in wanted)
 
 
 def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.expr]:

@@ -265,7 +265,6 @@ class StepRunner:
     ) -> None:
         self._finite = finite
         self._rank = rank
-        self._prover = Prover(adapter, verify[0], adapter.world_size, lambda: self.variables.numbers())
         self._recompute = Recomputation(adapter, verify[1], owner.batch_of)
         self._votes = votes
         self._adapter = adapter
@@ -279,6 +278,7 @@ class StepRunner:
         self._equal = EqualUpdates(
             adapter.rank, self._able.describes, rank.client, scaled=adapter.scaled, searches=verify[0] > 0
         )
+        self._prover = Prover(adapter, verify[0], adapter.world_size, self._equal.variables)
         # Step and block index of the newest rehearsal without a backward pass and an update.
         self._idle = (-1, 0)
 

@@ -236,7 +236,10 @@ def identified(*parts: bytes) -> int:
 
 def _values(names: Mapping[str, tuple[tuple[str, int], Places]]) -> dict[str, object]:
     """Return the values of variables now, each in the function of its place."""
-    return {name: value for name, (place, _) in names.items() for value in values_of([name], place).values()}
+    found: dict[str, object] = {}
+    for place in {place for place, _ in names.values()}:
+        found.update(values_of([name for name, (own, _) in names.items() if own == place], place))
+    return found
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
@@ -253,7 +256,7 @@ def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
         elif isinstance(value, GeneratorType):
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
         elif _is_history(value):
-            found[name] = _identified(value)
+            found[name] = _as_text(value)
     return found
 
 
@@ -266,7 +269,7 @@ def _is_history(value: object) -> bool:
     return False
 
 
-def _identified(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a text that differs for other elements of an array, list or deque."""
     if isinstance(value, np.ndarray):
         return f"an array {value.shape} with checksum {zlib.crc32(value.tobytes()):08x}"

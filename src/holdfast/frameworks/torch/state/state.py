@@ -109,27 +109,21 @@ def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor | np.ndarray):
         yield path, value
         return
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, list | tuple | deque):
-        items = enumerate(value)
-    else:
-        return
-    for key, item in items:
+    for key, item in _items_of(value):
         if type(item) not in _PLAIN:
             yield from arrays_in(item, f"{path}.{key}")
 
 
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a dict, list, tuple or deque with their keys; of another value nothing."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple | deque) else ()
+
+
 def _nested(value: Any) -> Iterator[Any]:
     """Yield the values in a tree of dicts, lists and tuples, without numbers and texts."""
-    items = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, list | tuple | deque)
-        else ()
-    )
-    for item in items:
+    for _, item in _items_of(value):
         if type(item) not in _PLAIN:
             yield item
             yield from _nested(item)
