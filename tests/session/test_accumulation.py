@@ -31,7 +31,7 @@ class Script:
         self.optimizer = torch.optim.Adam(self.net.parameters(), 0.1)
         self.loader = DataLoader(TensorDataset(torch.arange(28.0).reshape(7, 4)), 1)
 
-    def session(self, root: Path, **arguments: Any) -> Any:
+    def session(self, root: Path | None, **arguments: Any) -> Any:
         """Return a session of this script."""
         return holdfast.session(model=self.net, optimizer=self.optimizer, checkpoint=root, **arguments)
 
@@ -49,6 +49,40 @@ class Script:
                 if step.committed:
                     seen.append([int(x[0, 0]) // 4 for (x,) in step.batch] + [step.epoch, step.last_in_epoch])
         return seen
+
+
+def length(loader: Any, **arguments: int) -> int:
+    """Return the length of a loop over steps, as ``log_every`` or ``tqdm`` around the steps requests it."""
+    with Script().session(None) as s:
+        return len(s.steps(loader, **arguments))
+
+
+def test_the_steps_have_the_length_of_their_whole_loop() -> None:
+    loader = Script().loader
+    assert [length(loader, batches=batches) for batches in (1, 3, 7, 8)] == [7, 3, 1, 1]
+    assert (length(loader), length(loader, batches=3, epochs=2)) == (7, 6)
+    with pytest.raises(TypeError, match=r"s\.steps\(until=N\) has no len\(\)"):
+        length(loader, until=9)
+    with pytest.raises(TypeError, match="'Refilling' has no len"):
+        length(Refilling(3))
+
+
+def test_the_length_of_a_loop_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    found = []
+    for taken in (2, 5):
+        script = Script()
+        with script.session(tmp_path) as s:
+            steps = s.steps(script.loader, epochs=1)
+            for step in steps:
+                with step as (x,):
+                    script.net(x).square().mean().backward()
+                    script.optimizer.step()
+                    script.optimizer.zero_grad()
+                if step.committed:
+                    found.append((step.number, len(steps)))
+                if step.number + 1 == taken:
+                    break
+    assert found == [(number, 7) for number in range(5)]
 
 
 class Refilling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ criterion = nn.MSELoss()
 average = AveragedModel(raw, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)  # type: ignore[no-untyped-call]
 
 
-def log_every(items: Iterable[Any], every: int) -> Iterator[Any]:
+def log_every(items: Any, every: int) -> Iterator[Any]:
     """Yield the items, with a line after some of them."""
     for count, item in enumerate(items):
         yield item
         if count % every == 0 and rank == 0:
-            print(f"{count} items")
+            print(f"{count} of {len(items)} items")
 
 
 def evaluate() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -19,6 +20,41 @@ from holdfast.session.loops.turns import Turns
 from holdfast.session.steps.accumulation import checked_count, grouped
 from holdfast.session.steps.step import Step, StepRunner
 from holdfast.session.steps.warmup import rehearsals
+
+
+class Steps(Iterator[Step]):
+    """The steps of one loop, in order, with a length for progress bars and helpers that call ``len()``.
+
+    Args:
+        steps: the iterator of the loop.
+        loader: the loader of the loop.
+        batches: number of the loader's batches in one step.
+        passes: number of passes over the loader; None: the loop does not end with its data.
+    """
+
+    def __init__(self, steps: Iterator[Step], loader: Any, batches: int, passes: int | None) -> None:
+        self._steps = steps
+        self._loader = loader
+        self._batches = batches
+        self._passes = passes
+
+    def __iter__(self) -> Iterator[Step]:
+        """Return the iterator of the loop, without this object around each step."""
+        return self._steps
+
+    def __next__(self) -> Step:
+        """Return the next step."""
+        return next(self._steps)
+
+    def __len__(self) -> int:
+        """Return the number of steps in the whole loop, with those that the job did before a fault or a restart.
+
+        Raises:
+            TypeError: the loop ends with ``until``, or the loader has no length.
+        """
+        if self._passes is None:
+            raise TypeError("s.steps(until=N) has no len(): it ends when the job has done N updates")
+        return self._passes * math.ceil(len(self._loader) / self._batches)
 
 
 class ScriptLoops:
@@ -105,7 +141,7 @@ class ScriptLoops:
         until: int | None = None,
         epochs: int | None = None,
         batches: int | None = None,
-    ) -> Iterator[Step]:
+    ) -> Steps:
         """Return an iterator over the steps that the job has not done. Run each by ``with step as batch:``.
 
         A block may run again after a fault, and the script's code before it as well. Guard code that must run once by
@@ -120,6 +156,10 @@ class ScriptLoops:
             epochs: end the loop after this many passes over the loader. 1 if neither ``until`` nor ``epochs`` is given.
             batches: number of the loader's batches in one step (gradient accumulation). The block gets a list of them;
                 the last list of an epoch may be shorter.
+
+        Returns:
+            An iterator of steps. Its ``len()`` is the number of steps in the whole loop, also after a restart. It has
+            no ``len()`` with ``until``, or if the loader has none.
 
         Raises:
             UsageError: there is neither ``loader`` nor ``until``, or the loader cannot be iterated.
@@ -156,7 +196,9 @@ class ScriptLoops:
         passes = epochs if until is not None or epochs is not None else 1
         self._behind.begin()
         loop = self._loops.run(loader, passes, until, many, self._behind, self._blocks)
-        return loop if self._spare is None else self._after_rehearsal(loader, many, loop)
+        if self._spare is not None:
+            loop = self._after_rehearsal(loader, many, loop)
+        return Steps(loop, loader, many or 1, passes if until is None else None)
 
     def _after_rehearsal(self, loader: Any, batches: int | None, loop: Iterator[Step]) -> Iterator[Step]:
         self._rehearsing = True
