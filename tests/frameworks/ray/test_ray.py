@@ -40,6 +40,11 @@ def steps_lost(job: RayJob, number: int) -> set[int]:
     return {event.data["steps_lost"] for event in job.events(number, "recovered")}
 
 
+def joined(job: RayJob, number: int, *, log_of: int) -> int:
+    """Return how often a node has joined, by the log of the node ``log_of``."""
+    return sum(event.data["node"] == f"node{number}" for event in job.events(log_of, "agent_joined"))
+
+
 def owner_of(job: RayJob, number: int) -> Owner:
     """Return the actor of a node."""
     owner = job.place(number).owner
@@ -58,9 +63,11 @@ def test_a_lost_node_is_replaced_by_the_spare_and_comes_back_as_one(
         until("Ray has noticed", lambda: "node0: its actor is lost" in job.output, 60)
         cluster.add()
         until("node0 is on another node of the cluster", lambda: job.ray_node(0) != lost, 120)
-        job.wait_event(0, "agent_joined")
+        # In the log of another node: the log of node0 is still that of its lost agent at first.
+        until("node0 has joined again", lambda: joined(job, 0, log_of=2) == 2, 120)
+        recovered = len(job.events(2, "recovered"))
         cluster.lose(job.ray_node(1))
-        job.wait_event(2, "recovered", 2)
+        job.wait_event(2, "recovered", recovered + 1)
         cluster.add()
         job.hurry.touch()
         digests = job.digests()
