@@ -618,3 +618,33 @@ def test_an_exception_of_the_users_that_is_called_like_ours_goes_up() -> None:
         for step in s.steps(job.loader):
             with step:
                 raise StepAborted
+
+
+def mean_of_all(steps: Any, found: list[float]) -> Any:
+    """Yield the steps, with the mean of what is found after each, as ``MetricLogger.log_every`` prints it."""
+    for step in steps:
+        yield step
+        print(sum(found) / len(found))
+
+
+@pytest.mark.parametrize("where", ["helper", "loop", "in the block", "later"])
+def test_an_exception_after_a_run_that_does_not_count_says_so(where: str) -> None:
+    """The block of the first step also runs for its check. A meter that is filled if committed is empty then."""
+    job, found = Job(), list[float]()
+    with (
+        pytest.raises(ZeroDivisionError) as caught,
+        holdfast.session(model=job.net, optimizer=job.optimizer) as s,
+    ):
+        for step in mean_of_all(s.steps(job.loader), found) if where == "helper" else s.steps(job.loader):
+            with step as batch:
+                job.update(batch)
+                _ = 1 / (where != "in the block")
+            if where == "loop":
+                print(sum(found) / len(found))
+            if step.committed:
+                found.append(1.0)
+                _ = 1 / (where != "later")
+    notes = getattr(caught.value, "__notes__", [])
+    assert [("step 0 had a run that does not count" in note) for note in notes] == [True] * (
+        where in ("helper", "loop")
+    )

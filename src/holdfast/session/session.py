@@ -620,6 +620,7 @@ class Session(ScriptLoops):
     def _fall(self, error: Exception) -> None:
         """Preserve the state of the last committed step, if possible, after an exception of the script."""
         rank = self._rank
+        self._loops.explain(error)
         rank.moved(ScriptEvent.STRAYED)
         state = rank.fail()
         broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)

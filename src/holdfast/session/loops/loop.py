@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, cast
 
 from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
-from holdfast.errors import StateError, StepError, UsageError
+from holdfast.errors import HoldfastError, StateError, StepError, UsageError
 from holdfast.frameworks.common.adapter import Adapter, Feed
 from holdfast.frameworks.common.optional_abilities import StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
@@ -62,6 +62,11 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 
+_NOT_COUNTED = (
+    "holdfast: before this, the block of step {} had a run that does not count (step.committed is False): a block also "
+    "runs for its check, and again after a fault. Code after the block, also in a helper around s.steps(...), runs each "
+    "time. What it always needs, such as the values of a meter, is set in the block; the rest is in `if step.committed:`"
+)
 _OF_THE_SCRIPT = {"own": "s.own", "attached": "what s.attach keeps"}
 """Rank-local values that the script has given, with their names in warnings and errors."""
 
@@ -390,6 +395,14 @@ class Loops:
         """
         if self._rank.script.unfinished:
             self.place["left"] = False
+
+    def explain(self, error: Exception) -> None:
+        """Add a note to an exception of the script's code after a block, if the run of the block does not count."""
+        step = self._given
+        if step is None or step.committed or not step.entered or self._rank.state != "ready":
+            return
+        if not isinstance(error, HoldfastError):
+            error.add_note(_NOT_COUNTED.format(step.number))
 
     def _is_over(self, end: int | None) -> bool:
         """Return whether the loop is over: at step ``end``, or left early in an epoch or phase that is not finished."""
