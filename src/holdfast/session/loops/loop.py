@@ -64,8 +64,9 @@ log = logging.getLogger("holdfast")
 
 _NOT_COUNTED = (
     "holdfast: before this, the block of step {} had a run that does not count (step.committed is False): a block also "
-    "runs for its check, and again after a fault. Code after the block, also in a helper around s.steps(...), runs each "
-    "time. What it always needs, such as the values of a meter, is set in the block; the rest is in `if step.committed:`"
+    "runs for its check, up to optimizer.step(), and again after a fault. Code after the block, also in a helper around "
+    "s.steps(...), runs each time. Set what it always needs, such as the values of a meter, in the block before "
+    "optimizer.step(). Put what only a step that counts needs in `if step.committed:`"
 )
 _OF_THE_SCRIPT = {"own": "s.own", "attached": "what s.attach keeps"}
 """Rank-local values that the script has given, with their names in warnings and errors."""
