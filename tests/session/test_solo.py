@@ -648,3 +648,24 @@ def test_an_exception_after_a_run_that_does_not_count_says_so(where: str) -> Non
     assert [("step 0 had a run that does not count" in note) for note in notes] == [True] * (
         where in ("helper", "loop")
     )
+
+
+def test_an_exception_after_a_loop_without_a_step_in_this_process_says_so(tmp_path: Path) -> None:
+    """The mean of an epoch divides by zero in a process that resumes after the last step of the epoch."""
+
+    def train(ends: type[Exception]) -> list[str]:
+        job, found = Job(), list[float]()
+        arguments = {"model": job.net, "optimizer": job.optimizer, "scheduler": job.scheduler}
+        with pytest.raises(ends) as caught, holdfast.session(**arguments, checkpoint=tmp_path) as s:  # type: ignore[arg-type]
+            for _ in s.epochs(2):
+                for step in s.steps(job.loader):
+                    with step as batch:
+                        job.update(batch)
+                    if step.committed:
+                        found.append(1.0)
+                raise ValueError(sum(found) / len(found))
+        return getattr(caught.value, "__notes__", [])
+
+    assert train(ValueError) == []
+    (note,) = train(ZeroDivisionError)
+    assert "before this process joined or resumed (at step 6)" in note and "s.attach" in note

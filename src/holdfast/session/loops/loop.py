@@ -63,10 +63,15 @@ log = logging.getLogger("holdfast")
 
 
 _NOT_COUNTED = (
-    "holdfast: before this, the block of step {} had a run that does not count (step.committed is False): a block also "
-    "runs for its check, up to optimizer.step(), and again after a fault. Code after the block, also in a helper around "
-    "s.steps(...), runs each time. Set what it always needs, such as the values of a meter, in the block before "
-    "optimizer.step(). Put what only a step that counts needs in `if step.committed:`"
+    "holdfast: before this, the block of step {} had a run that does not count (step.committed is False): a block "
+    "also runs for its check, up to optimizer.step(), and again after a fault. Code after the block, also in a helper "
+    "of the script around the steps, runs each time. Set what it always needs, such as the values of a meter, in the "
+    "block before optimizer.step(). Put what only a step that counts needs in `if step.committed:`"
+)
+_NOTHING_DONE = (
+    "holdfast: the steps of the loop before this were done before this process joined or resumed (at step {}). What "
+    "the loop fills, such as meters, is empty here. Keep it with the rank: "
+    'meters = s.attach("train", MetricLogger())'
 )
 _OF_THE_SCRIPT = {"own": "s.own", "attached": "what s.attach keeps"}
 """Rank-local values that the script has given, with their names in warnings and errors."""
@@ -398,12 +403,17 @@ class Loops:
             self.place["left"] = False
 
     def explain(self, error: Exception) -> None:
-        """Add a note to an exception of the script's code after a block, if the run of the block does not count."""
-        step = self._given
-        if step is None or step.committed or not step.entered or self._rank.state != "ready":
+        """Add a note to an exception of the script between blocks, if the script may not expect what came before it.
+
+        The last run of the block does not count, or this process had no step to do in the last loop.
+        """
+        if isinstance(error, HoldfastError) or self._rank.state != "ready":
             return
-        if not isinstance(error, HoldfastError):
+        step = self._given
+        if step is not None and step.entered and not step.committed:
             error.add_note(_NOT_COUNTED.format(step.number))
+        elif self._drawn == -1 and self.place.get("over"):
+            error.add_note(_NOTHING_DONE.format(self._rank.step))
 
     def _is_over(self, end: int | None) -> bool:
         """Return whether the loop is over: at step ``end``, or left early in an epoch or phase that is not finished."""
