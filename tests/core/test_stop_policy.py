@@ -152,6 +152,36 @@ def test_the_same_exception_at_the_same_step_twice_is_a_bug() -> None:
     assert judge(1.0, situation(failures=(moved,)), history, CONFIG).action == "restart_last_gasp"
 
 
+@pytest.mark.parametrize(
+    ("answered", "facts", "told_apart"),
+    [
+        (0, {"step": 20}, True),
+        (0, {"base_step": 20}, True),
+        (20, {}, True),
+        (0, {}, False),
+        (20, {"session": False}, False),
+    ],
+)
+def test_a_process_that_ends_before_it_has_the_state_of_the_job_is_told_apart(
+    answered: int, facts: dict[str, Any], told_apart: bool
+) -> None:
+    """A replacement runs the script from its top, and may find there what the first start has left."""
+    failure = msgspec.structs.replace(FAILURE, step=0)
+    history = [Answered(at_s=0.0, action="replace", step=answered, failures=(("d1", 0, 0),))]
+    facts = {"step": None, "base_step": 0, **facts}
+    verdict = judge(1.0, situation(failures=(failure,), **facts), history, CONFIG)
+    assert verdict.action == "stop_user_bug"
+    first, *hint = verdict.reason.splitlines()
+    if told_apart:
+        assert first == (
+            "the same exception twice in a process that had not reached the state of the job (at step 20): "
+            "ValueError: bad batch"
+        )
+        assert hint and "holdfast.once" in hint[0]
+    else:
+        assert (first, hint) == ("the same exception at step 0 twice: ValueError: bad batch", [])
+
+
 def test_the_budget_is_a_window() -> None:
     history = [Answered(at_s=float(t), action="restart_last_gasp", step=t) for t in (0, 50, 60)]
     stopped = judge(99.0, situation(), history, CONFIG)

@@ -68,6 +68,10 @@ DEATH = "Death"
 """``Failure.kind`` of a process that ended without a report: by a signal, or with an exit code."""
 
 
+_FROM_THE_TOP = (
+    "\nnext: a process that joins or restarts runs the script from its top: does it leave there because of a file or "
+    'directory of the first start? holdfast.once("directory", make) gives it the value of that start'
+)
 _WHAT = {DEATH: "death", HANG: "hang", CORRUPTION: "difference between copies of the state"}
 
 
@@ -198,9 +202,14 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
         }
         if len(before) + 1 >= failure.times_max:
             times = "twice" if len(before) == 1 else f"{len(before) + 1} times"
+            at = f"at step {failure.step} {times}"
+            job_step = max(situation.step or 0, situation.base_step, *(answered.step for answered in history))
+            if situation.session and failure.step == 0 < job_step:
+                at = f"{times} in a process that had not reached the state of the job (at step {job_step})"
+                error += _FROM_THE_TOP
             return LadderVerdict(
                 action="stop_user_bug",
-                reason=f"the same {what} at step {failure.step} {times}: {error}",
+                reason=f"the same {what} {at}: {error}",
                 evidence=(where, f"digest {failure.digest}"),
             )
         if failure.kind == DEATH:
