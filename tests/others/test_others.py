@@ -281,6 +281,8 @@ def test_a_schedule_that_the_check_of_the_block_advances_is_refused(
         ("behind", "schedule.count", "0.0"),
         pytest.param("average", "momenta", "'a generator that has not begun'", marks=pytest.mark.more),
         pytest.param("optimizer", "optimizer.count", "0", marks=pytest.mark.more),
+        ("closure", "warmup:calls", "0.0"),
+        pytest.param("module", "rates:count", "0.0", marks=pytest.mark.more),
     ],
 )
 def test_an_object_that_a_resumed_job_does_not_have_ends_it_by_name(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,11 @@ def set_rate(value, other):
         group["lr"] = value
 
 
+def set_scaled(base, value):
+    for group in groups:
+        group["lr"] = base * value
+
+
 def counted():
     global number
     number += 1
@@ -98,6 +104,20 @@ def schedule_of():
     return step
 
 
+"""
+RATES = """
+count = 0
+
+
+def adjust():
+    global count
+    count += 1
+    for group in groups:
+        group["lr"] = count
+
+
+def adjust_deeply():
+    adjust()
 """
 FOUND: dict[str, tuple[str, ...]] = {
     "set_by(outer.inner)\noptimizer.step()": ("outer.inner.count",),
@@ -118,7 +138,12 @@ FOUND: dict[str, tuple[str, ...]] = {
     "schedule.set(seen)\noptimizer.step()\nseen += 1": ("seen",),
     "unknown.step()\noptimizer.step()": (),
     "own.step()\noptimizer.step()": ("own.seen",),
-    "enclosed()\noptimizer.step()": (),  # its variable has the name of another one of the script
+    "enclosed()\noptimizer.step()": ("schedule_of:seen",),  # not the variable ``seen`` of the script
+    "bound()\noptimizer.step()": ("bound:self.count",),
+    "set_given(seen)\noptimizer.step()\nseen += 1": (),  # its first argument is given
+    "set_scaled(seen)\noptimizer.step()\nseen += 1": ("seen",),
+    "adjust()\noptimizer.step()": ("rates:count",),
+    "adjust_deeply()\noptimizer.step()": ("rates:count",),
     "optimizer.step()\nmomentum = next(numbers)": ("numbers",),
     "optimizer.step()\nnumbers = iter([2])\nmomentum = next(numbers)": (),
     "optimizer.step()\nshare = 1 / seen\nkept.mul_(share).add_(1 - share)\nseen += 1": ("seen",),
@@ -146,12 +171,17 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     set_by = module.set_by
     schedule, number, mean, numbers = Warmup(), 0, 0.5, numbers_from(3)
     outer, enclosed, own = Warmup(schedule), module.schedule_of(), module.Momentum()
+    bound, set_given, set_scaled = schedule.step, partial(set_rate, 1), partial(module.set_scaled, 1)
+    (other := tmp_path / "rates.py").write_text(RATES)
+    rates = types.ModuleType("rates")
+    exec(compile(RATES, str(other), "exec"), vars(rates))
+    adjust, adjust_deeply = rates.adjust, rates.adjust_deeply
     shows, seen = numbers_from(4), 1  # drawn from after the block
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]
-    used = (outer, enclosed, own, set_by, shows, seen, rate_now, set_rate, counted, mean, numbers)
-    assert all(used) and number == 0
+    used = (outer, enclosed, own, set_by, shows, seen, rate_now, set_rate, counted, mean, numbers, bound)
+    assert all((*used, set_given, set_scaled, adjust, adjust_deeply)) and number == 0
 
 
 TRAINER = """

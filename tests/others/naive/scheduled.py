@@ -1,9 +1,14 @@
-"""A schedule of the script's own class, and the momentum of an average from a generator (I-JEPA's way)."""
+"""A schedule of the script's own class, and the momentum of an average from a generator (I-JEPA's way).
+
+The schedule is also one of a closure or another module.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
+from tests.others import rates
 from tests.others.beat import beat, end, long
 
 EPOCHS = long(3)
@@ -34,6 +40,19 @@ class Warmup:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
+
+
+def warmup(optimizer: torch.optim.Optimizer, highest: float, steps: int) -> Callable[[], None]:
+    """Return a function that sets a rate, which rises with its calls."""
+    calls = 0.0
+
+    def advance() -> None:
+        nonlocal calls
+        calls += 1
+        for group in optimizer.param_groups:
+            group["lr"] = highest * min(1.0, calls / steps)
+
+    return advance
 
 
 class Damped(torch.optim.SGD):
@@ -63,6 +82,11 @@ model = DistributedDataParallel(raw)
 optimizer = (Damped if PLACE == "optimizer" else torch.optim.SGD)(raw.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.MSELoss()
 schedule = Warmup(optimizer, 0.05, 12)
+advances: dict[str, Callable[[], None]] = {
+    "closure": warmup(optimizer, 0.05, 12),
+    "module": partial(rates.advance, optimizer, 0.05),
+}
+advance = advances.get(PLACE)
 momenta = (min(0.99, 0.8 + 0.01 * number) for number in range(1000))
 
 with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt", state={"teacher": teacher}) as s:
@@ -82,6 +106,8 @@ with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt", state
                     kept.mul_(momentum).add_((1 - momentum) * new)
         if step.committed and PLACE == "behind":
             schedule.step()
+        if step.committed and advance is not None:
+            advance()
 
 end(raw, teacher)
 dist.destroy_process_group()

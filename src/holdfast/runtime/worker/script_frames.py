@@ -7,15 +7,16 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from types import CodeType, FrameType, GeneratorType
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
 from holdfast.package import DIRECTORY
 
 OURS = str(DIRECTORY) + os.sep
 _MISSING = object()
+_OUTSIDE: dict[str, CellType | Mapping[str, object]] = {}  # where ``name_outside`` has found variables
 _PARTS = re.compile(r'\["[^"]*"\]|[^.\[]+')
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 
@@ -72,13 +73,47 @@ def owners_of(name: str) -> tuple[str, ...]:
     return tuple(name[: match.end()] for match in list(_PARTS.finditer(name))[:-1])
 
 
+def name_outside(function: FunctionType, name: str) -> str:
+    """Return the name by which :func:`values_of` finds a variable that a function uses and that is outside of it.
+
+    It is ``FUNCTION:NAME`` for a variable of the function around, which may have returned, and ``MODULE:NAME`` for a
+    global variable. Empty: there is no such variable now.
+    """
+    free = function.__code__.co_freevars
+    if name in free and function.__closure__ is not None:
+        around = function.__qualname__.rpartition(".<locals>.")[0]
+        return _outside(around, name, function.__closure__[free.index(name)])
+    return _outside(function.__module__, name, function.__globals__) if name in function.__globals__ else ""
+
+
+def name_of_self(function: str, owner: object) -> str:
+    """Return the name by which :func:`values_of` finds the object of a bound method that a variable holds."""
+    return _outside(function, "self", {"self": owner})
+
+
+def _outside(scope: str, name: str, home: CellType | Mapping[str, object]) -> str:
+    found = f"{scope.rpartition('.')[2]}:{name}"
+    _OUTSIDE[found] = home
+    return found
+
+
+def _value_outside(name: str) -> object:
+    home = _OUTSIDE.get(name, {})
+    if not isinstance(home, CellType):
+        return home.get(name.partition(":")[2], _MISSING)
+    try:
+        return home.cell_contents
+    except ValueError:  # not assigned yet
+        return _MISSING
+
+
 def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dict[str, object]:
     """Return the values of variables, attributes and elements (``self.tick``, ``seen["x"]``) in the stack frames.
 
     The innermost frame that has a variable counts. A name without a value is left out.
 
     Args:
-        names: the variables, attributes, and elements of dicts.
+        names: the variables, attributes, and elements of dicts. A variable may have a name of :func:`name_outside`.
         place: file and line of the function of these variables. Frames inside of it do not count: a method of another
             object has another ``self``.
     """
@@ -90,6 +125,8 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
         owner, *parts = _PARTS.findall(name)
         scopes = (scope for frame in frames for scope in (frame.f_locals, frame.f_globals))
         value = next((scope[owner] for scope in scopes if owner in scope), _MISSING)
+        if ":" in owner:
+            value = _value_outside(owner)
         for part in parts:
             if not part.startswith("["):
                 value = getattr(value, part, _MISSING)

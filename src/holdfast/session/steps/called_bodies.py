@@ -4,8 +4,9 @@ Theory. A script may keep what a step takes over from the step before in an obje
 calls. The source of the loop alone does not show it. So each call of a function or method of the script gets the body
 of that function. In the body, ``self`` becomes the object of the call. A parameter becomes the variable that is its
 argument, if the body does not assign it. Other parameters are assigned from the arguments.
-Other local names are renamed, because they end with the call. The name of a function is looked up in the running
-script, so the search needs the frames of the script on the stack.
+Other local names are renamed, because they end with the call. So are the variables of a function that has returned,
+and the global variables of another file: they get the name of that function or module. The name of a function is looked
+up in the running script, so the search needs the frames of the script on the stack.
 
 Functions of libraries are left out, and so are functions below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies. The
 functions in which the update is made now are a part of the loop: they add nothing to the depth.
@@ -21,11 +22,19 @@ import os
 import textwrap
 import tokenize
 from collections.abc import Iterator, Sequence
-from functools import cache
-from types import CodeType, FunctionType, ModuleType
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
-from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, has_line, values_of
+from holdfast.runtime.worker.script_frames import (
+    LIBRARIES,
+    OURS,
+    frames_outside,
+    has_line,
+    name_of_self,
+    name_outside,
+    values_of,
+)
 
 DEPTH_MAX = 3
 BODIES_MAX = 50
@@ -125,8 +134,7 @@ class _Bodies(ast.NodeTransformer):
         callee = _callee(node.func, self._place)
         if callee is None or self._count == BODIES_MAX:
             return node
-        function, owner, updates = callee
-        code = function.__code__
+        code = callee.function.__code__
         deeper = 0 if any(has_line(code, *place) for place in self._inner) else 1
         if self._depth + deeper > DEPTH_MAX:
             return node
@@ -134,15 +142,14 @@ class _Bodies(ast.NodeTransformer):
         if definition is None:
             return node
         self._count += 1
-        ours = code.co_filename == self._place[0] and _sees_callers(function)
-        names = _Names(definition, node, owner, f"{LOCAL}{self._count}", ours=ours)
+        names = _Names(definition, node, callee, f"{LOCAL}{self._count}", self._place[0])
         statements = [names.visit(statement) for statement in definition.body]
         self._active.append(code)
         self._depth += deeper
         body = [*names.bindings(), *(self.visit(statement) for statement in statements)]
         self._active.pop()
         self._depth -= deeper
-        return CallWithBody(node, body, updates=updates)
+        return CallWithBody(node, body, updates=callee.updates)
 
 
 class _Callee(NamedTuple):
@@ -152,11 +159,13 @@ class _Callee(NamedTuple):
         function: the function.
         owner: the expression of its ``self``; None: it has none.
         updates: it is the ``step`` of an optimizer, which has parameter groups.
+        given: number of its arguments that ``functools.partial`` holds.
     """
 
     function: FunctionType
     owner: ast.expr | None
     updates: bool
+    given: int
 
 
 def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
@@ -175,19 +184,24 @@ def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
             value = value.__func__
     else:
         value = _value(called.id, place) if isinstance(called, ast.Name) else None
-    if value is not None and not _is_code(value):
+    given = 0
+    if isinstance(value, partial):
+        given = len(value.args)
+        value = value.func
+    if isinstance(value, MethodType):
+        owner = ast.Name(name_of_self(chain(called), value.__self__), ast.Load())
+        value = value.__func__
+    elif value is not None and not _is_code(value):
         kind = type(value)
         value, owner = _static(kind, "forward") or _static(kind, "__call__"), called
     found = inspect.unwrap(value) if callable(value) else None
-    return _Callee(found, owner, updates) if isinstance(found, FunctionType) else None
+    return _Callee(found, owner, updates, given) if isinstance(found, FunctionType) else None
 
 
 def _sees_callers(function: FunctionType) -> bool:
-    """Return whether the variables around a function are variables of stack frames, by which the search finds them."""
-    around, inside, _ = function.__qualname__.rpartition(".<locals>.")
-    return not (inside and function.__code__.co_freevars) or any(
-        frame.f_code.co_qualname == around for frame in frames_outside((OURS, *LIBRARIES))
-    )
+    """Return whether the function around another one is on the stack, so that its variables are those of a frame."""
+    around = function.__qualname__.rpartition(".<locals>.")[0]
+    return any(frame.f_code.co_qualname == around for frame in frames_outside((OURS, *LIBRARIES)))
 
 
 def _is_code(value: object) -> bool:
@@ -246,21 +260,21 @@ class _Names(ast.NodeTransformer):
     """The transformer that gives the names in a function the meaning that they have for its caller.
 
     Args:
-        definition: the function.
+        definition: the source of the function.
         call: the call of the function.
-        owner: the expression of ``self``; None: the function is no method.
+        callee: the function.
         mark: what is added to the local names of this call.
-        ours: the variables around the function are those around the loop.
+        file: the file of the loop.
     """
 
     def __init__(
-        self, definition: ast.FunctionDef, call: ast.Call, owner: ast.expr | None, mark: str, *, ours: bool
+        self, definition: ast.FunctionDef, call: ast.Call, callee: _Callee, mark: str, file: str
     ) -> None:
+        function, self._owner, _, given = callee
         parameters = [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
-        self._self = parameters.pop(0) if owner is not None and parameters else ""
-        self._owner = owner
+        self._self = parameters.pop(0) if self._owner is not None and parameters else ""
         self._mark = mark
-        self._parameters = parameters
+        self._parameters = parameters[given:]
         stored = {
             node.id
             for node in ast.walk(definition)
@@ -273,7 +287,8 @@ class _Names(ast.NodeTransformer):
             if isinstance(node, ast.Global | ast.Nonlocal)
             for name in node.names
         }
-        self._ours = ours
+        self._function = function
+        self._same_file = function.__code__.co_filename == file
         self._locals = {*arguments, *stored} - declared
         self._given = dict(self._arguments(call))
         self._same = {
@@ -298,9 +313,17 @@ class _Names(ast.NodeTransformer):
             return self._owner
         if node.id in self._same:
             return self._same[node.id]
-        if node.id in self._locals or not (self._ours or hasattr(builtins, node.id)):
+        if node.id in self._locals:
             node.id += self._mark
+        elif not self._is_of_loop(node.id):
+            node.id = name_outside(self._function, node.id) or f"{node.id}{self._mark}"
         return node
+
+    def _is_of_loop(self, name: str) -> bool:
+        """Return whether a variable outside of the function has the same name in the function with the loop."""
+        if name in self._function.__code__.co_freevars:
+            return self._same_file and _sees_callers(self._function)
+        return self._same_file or hasattr(builtins, name)
 
 
 def _returned(node: ast.AST) -> list[ast.expr]:
