@@ -266,6 +266,22 @@ def test_a_variable_in_the_loss_that_a_resumed_job_does_not_have_ends_it_by_name
     assert not ended and re.search(f"StepError: {said}", output), output
 
 
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
+def test_an_early_stop_that_a_new_process_counts_from_the_start_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Regression: the training took epochs more and had other weights, exit code 0."""
+    if fault == "stop":
+        run(tmp_path, "naive", "patience", monkeypatch, code=Exit.REQUEUE, STOP="12")
+    more = {"KILL": "1:12"} if fault == "kill" else {}
+    output, ended = run(tmp_path, "naive", "patience", monkeypatch, code=Exit.BAD_INPUT, **more)
+    said = {
+        "kill": r"the updates depend on variables of the script \(here patience.best = [0-9.]*",
+        "stop": r"the updates depend on patience.best = inf.*, as at the first step of the job; at the step before: ",
+    }
+    assert not ended and re.search(f"StepError: .*{said[fault]}", output), output
+
+
 def test_a_schedule_that_the_check_of_the_block_advances_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

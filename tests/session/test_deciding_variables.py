@@ -66,6 +66,19 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "batch['w'] = batch['w'] / 2\nmodel(batch['w']).backward()\noptimizer.step()": (),
     "weights[0] *= it\noptimizer.step()\nit += 1": ("it",),
     "made().rate *= it\noptimizer.step()\nit += 1": ("it",),
+    "optimizer.step()\nif loss < best:\n    best, late = loss, 0\nelse:\n    late += 1\nif late > 3:\n    break": (
+        "best",
+        "late",
+    ),
+    "optimizer.step()\nif step.number > 9:\n    break\nseen += 1": (),
+    "optimizer.step()\nseen += 1\nif seen > 9:\n    return": ("seen",),
+    "optimizer.step()\nseen += 1\nif seen > 9:\n    print(seen)\n    sys.exit(0)": ("seen",),
+    "optimizer.step()\nseen += 1\nfor each in parts:\n    if seen > 9:\n        break": (),
+    "optimizer.step()\nseen += 1\nif seen > 9:\n    raise ValueError": (),
+    "if it < 9:\n    rate = it\nelse:\n    rate = 9\nset_lr(rate)\noptimizer.step()\nit += 1": ("it",),
+    "rate = 9\nif it < 9:\n    rate = it\noptimizer.param_groups[0]['lr'] = rate\noptimizer.step()\nit += 1": (
+        "it",
+    ),
     "lot = made(it)\nmodel(lot['w']).backward()\noptimizer.step()\nit += 1": ("it",),
 }
 
@@ -109,6 +122,7 @@ LASTING: dict[str, tuple[str, ...]] = {
     "optimizer.step()\ntick += 1\nif step.last_in_epoch:\n    tick = 0": (),
     "optimizer.step()\nstate.seen += 1\nsteps['all'] += 1": ("state.seen", 'steps["all"]'),
     "optimizer.step()\nstate = made()\nstate.seen += 1": (),
+    "optimizer.step()\nif loss < best:\n    best, late = loss, 0\nelse:\n    late += 1": ("best", "late"),
 }
 
 

@@ -1,10 +1,11 @@
 """The variables of a script that may decide about a collective or an update: a search in its source.
 
 Theory. A loop makes a collective or an update under conditions: an ``if`` around it, or an ``if`` before it that
-continues with the next step. An update also depends on the loss and on the learning rate. All this differs between
-ranks if it depends on a variable that each step takes over from the step before. In a replacement such a variable
-begins again. So the search starts at the names in these expressions and follows the assignments of the loop. It keeps
-the names that the loop reads before it writes them.
+continues with the next step. An update also depends on the loss, on the learning rate, and on the conditions under
+which the script leaves its loops (an early stop). All this differs between ranks if it depends on a variable that each
+step takes over from the step before. In a replacement such a variable begins again. So the search starts at the names
+in these expressions and follows the assignments of the loop, with the conditions around them. It keeps the names that
+the loop reads before it writes them.
 
 A call of a function of the script counts with the body of that function (``called_bodies.py``). So attributes of an
 object, which its methods read and write, are found by the names ``object.attribute``. A generator that the block draws
@@ -19,7 +20,8 @@ import ast
 import os
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
+from enum import IntEnum
+from functools import cache, partial
 
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of, values_of
 from holdfast.session.steps.called_bodies import LOCAL, CallWithBody, chain, of_script, tree_of, with_bodies
@@ -33,7 +35,22 @@ _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
+_ENDS = ("exit", "quit", "sys.exit", "os._exit")
+_Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
+
+
+class _Use(IntEnum):
+    """The way in which code uses a variable. WRITE_IN_BRANCH: a write in one branch, which no other branch sees."""
+
+    READ = 0
+    WRITE_IN_BRANCH = 1
+    WRITE = 2
+
+    @classmethod
+    def of(cls, context: ast.expr_context) -> _Use:
+        """Return the use in an expression with ``context``."""
+        return cls.WRITE if isinstance(context, ast.Store) else cls.READ
 
 
 def places_in_script() -> Places:
@@ -79,22 +96,43 @@ def placed_variables(places: Places, *, update: bool = False) -> tuple[tuple[str
 def lasting_variables(places: Places) -> frozenset[str]:
     """Return the names of variables at the outermost of ``places`` that no epoch sets to a value of their begin.
 
-    The outermost loop, with the bodies of the functions that it calls, only adds to them.
+    The outermost loop, with the bodies of the functions that it calls, writes them only from their own values, or under
+    conditions that are not about the position in an epoch.
     """
     place = places[-1]
     loops = _loops_around(*place)
     body = with_bodies(place, loops, places[:-1])[:1]
-    added: set[str] = set()
-    assigned: set[str] = set()
-    for node in body and ast.walk(body[0]):
-        if isinstance(node, ast.AugAssign):
-            added |= {name for name, stores in _uses(node.target) if stores}
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
-            names = {name for target in _targets(node) for name, stores in _uses(target) if stores}
-            (added if node.value and names <= _names_in([node.value]) else assigned).update(names)
-        elif isinstance(node, ast.For | ast.comprehension):
-            assigned |= {name for name, stores in _uses(node.target) if stores}
-    return frozenset(name for name in added if assigned.isdisjoint((*owners_of(name), name)))
+    if not body:
+        return frozenset()
+    written = {name for name, use in _uses(body[0]) if use}
+    reset: set[str] = set()
+    for assignment, tests in _assigned(body[0]):
+        value = assignment.value
+        if value is None or isinstance(assignment, ast.AugAssign):
+            continue
+        names = {name for target in _targets(assignment) for name, use in _uses(target) if use}
+        if not names <= _names_in([value]) and all(map(_is_position, tests[-1:])):
+            reset |= names
+    for node in ast.walk(body[0]):
+        match node:
+            case (
+                ast.For(target=target)
+                | ast.comprehension(target=target)
+                | ast.withitem(optional_vars=ast.expr() as target)
+            ):
+                reset |= {name for name, use in _uses(target) if use}
+    return frozenset(name for name in written if reset.isdisjoint((*owners_of(name), name)))
+
+
+def _is_position(test: ast.expr) -> bool:
+    """Return whether a condition is about the position in an epoch: ``step.last_in_epoch``, ``i % n``, ``i == 0``."""
+    for node in ast.walk(test):
+        match node:
+            case ast.Attribute(attr="last_in_epoch") | ast.BinOp(op=ast.Mod()):
+                return True
+            case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=0)]):
+                return True
+    return False
 
 
 def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[str]:
@@ -106,7 +144,7 @@ def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterat
     full = with_bodies(place, [*loops, *blocks], inside_it) if loops else [scope]
     for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
-        conditions += _skips(loop, line)
+        conditions += [*_skips(loop, line), *(_leaving(body) if update and loops else [])]
         carried = _carried(body, _names_in([*conditions, *(_sources(body) if update else [])]))
         # Local variables of a function without a loop do not outlive its call.
         yield from carried if loops else (name for name in carried if owners_of(name))
@@ -116,7 +154,7 @@ def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterat
 
 def _drawn(block: ast.AST) -> Iterator[str]:
     """Yield the variables whose next item ``block`` takes by ``next``, and which it does not write."""
-    written = {name for name, stores in _uses(block) if stores}
+    written = {name for name, use in _uses(block) if use}
     for node in ast.walk(block):
         match node:
             case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source) not in {"", *written}:
@@ -180,13 +218,14 @@ def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
 def _carried(block: ast.AST, wanted: set[str]) -> list[str]:
     """Return the names on which ``wanted`` depends in ``block``, and which it reads before it writes them."""
     uses = list(_uses(block))
-    for assigned in _assignments(block, wanted):
-        wanted |= _names_in([assigned])
-    written = {name for name, stores in uses if stores}
+    for expression in _followed(block, wanted):
+        wanted |= _names_in([expression])
+    written = {name for name, use in uses if use}
     first: dict[str, bool] = {}
-    for name, stores in uses:
-        first.setdefault(name, stores or any(first.get(owner, False) for owner in owners_of(name)))
-    return [name for name, stores in first.items() if not stores and name in wanted & written]
+    for name, use in uses:
+        if use is not _Use.WRITE_IN_BRANCH:
+            first.setdefault(name, use > 0 or any(first.get(owner, False) for owner in owners_of(name)))
+    return [name for name, writes in first.items() if not writes and name in wanted & written]
 
 
 @cache
@@ -221,31 +260,74 @@ def _skips(block: ast.AST, line: int) -> Iterator[ast.expr]:
             yield node.test
 
 
-def _assignments(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
-    """Yield the values that ``block`` assigns to the names in ``wanted``, which may grow meanwhile.
+def _leaving(loop: ast.AST, *, inner: bool = False) -> Iterator[ast.expr]:
+    """Yield the conditions under which the script leaves ``loop``: by ``break``, ``return`` or ``sys.exit()``.
 
-    The index of an element that is assigned counts as well.
+    Args:
+        inner: this is a part of another loop in the loop, which a ``break`` leaves.
     """
-    left = [node for node in ast.walk(block) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
+    parts = [*loop.results()] if isinstance(loop, CallWithBody) else list(ast.iter_child_nodes(loop))
+    for node in parts:
+        if isinstance(node, _Scope | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and any(map(partial(_ends, inner=inner), (*node.body, *node.orelse))):
+            yield node.test
+        yield from _leaving(node, inner=inner or isinstance(node, _Loop))
+
+
+def _ends(node: ast.AST, *, inner: bool) -> bool:
+    match node:
+        case ast.Return():
+            return True
+        case ast.Break():
+            return not inner
+        case ast.Call(func=called) if chain(called) in _ENDS:
+            return True
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+            return False
+    parts = node.results() if isinstance(node, CallWithBody) else ast.iter_child_nodes(node)
+    return any(_ends(child, inner=inner or isinstance(node, _Loop)) for child in parts)
+
+
+def _followed(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
+    """Yield the expressions on which the assignments of ``block`` to the names in ``wanted`` depend.
+
+    ``wanted`` may grow meanwhile. These are the values, the index of an element, and the conditions around.
+    """
+    left = list(_assigned(block))
     while True:
         # A variable is also wanted if an attribute or element of it is.
         held = wanted.union(*map(owners_of, wanted))
         found = [
-            n for n in left if n.value and any(name in held for t in _targets(n) for name, _ in _uses(t))
+            (node, tests)
+            for node, tests in left
+            if node.value and any(name in held for t in _targets(node) for name, _ in _uses(t))
         ]
         if not found:
             return
-        left = [node for node in left if node not in found]
-        yield from (node.value for node in found if node.value is not None)
-        yield from (t.slice for node in found for t in _targets(node) if isinstance(t, ast.Subscript))
+        left = [each for each in left if each not in found]
+        for node, tests in found:
+            yield from (*([node.value] if node.value else []), *tests)
+            yield from (target.slice for target in _targets(node) if isinstance(target, ast.Subscript))
 
 
-def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.expr]:
+def _assigned(
+    node: ast.AST, tests: tuple[ast.expr, ...] = ()
+) -> Iterator[tuple[_Assignment, tuple[ast.expr, ...]]]:
+    """Yield the assignments in ``node``, each with the conditions around it, the outermost first."""
+    if isinstance(node, _Assignment):
+        yield node, tests
+    for child in ast.iter_child_nodes(node):
+        inside = isinstance(node, ast.If) and child is not node.test
+        yield from _assigned(child, (*tests, node.test) if inside else tests)  # type: ignore[attr-defined]
+
+
+def _targets(node: _Assignment) -> Iterable[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
-def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield the variables that ``node`` uses, in the order of execution, and whether it writes them.
+def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, _Use]]:
+    """Yield the variables that ``node`` uses, in the order of execution, and how.
 
     An attribute of a variable is a variable of its own (``self.tick``), and so is an element with a constant text as
     its key (``seen["x"]``). Another element is a part of its container.
@@ -255,7 +337,7 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
     """
     match node:
         case ast.AugAssign():
-            yield from ((name, False) for name, _ in _uses(node.target))
+            yield from ((name, _Use.READ) for name, _ in _uses(node.target))
             yield from _uses(node.value)
             yield from _uses(node.target)
         case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
@@ -263,25 +345,27 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
                 yield from _uses(node.value, results=results)
             for target in _targets(node):
                 yield from _uses(target)
+        case ast.If():
+            yield from _uses(node.test, results=results)
+            yield from _uses_of_branches(node)
         case ast.For():
             for part in (node.iter, node.target, *node.body, *node.orelse):
                 yield from _uses(part)
         case ast.Name():
-            yield node.id, isinstance(node.ctx, ast.Store)
+            yield node.id, _Use.of(node.ctx)
         case ast.Attribute() if name := chain(node):
             if not isinstance(node.value, ast.Name):
                 yield from _uses(node.value)
-            yield name, isinstance(node.ctx, ast.Store)
+            yield name, _Use.of(node.ctx)
         case ast.Subscript(slice=ast.Constant(value=str(key))) if chain(node.value) and not set(key) & set(
             '"[]'
         ):
-            stores = not isinstance(node.ctx, ast.Load)
-            if stores:
-                yield chain(node.value), False
-            yield f'{chain(node.value)}["{key}"]', stores
+            if not isinstance(node.ctx, ast.Load):
+                yield chain(node.value), _Use.READ
+            yield f'{chain(node.value)}["{key}"]', _Use.READ if isinstance(node.ctx, ast.Load) else _Use.WRITE
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _uses(node.slice, results=results)
-            yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in _uses(node.value))
+            yield from ((name, _Use.of(node.ctx)) for name, _ in _uses(node.value))
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _uses(part)
@@ -290,10 +374,28 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
         ):
             for child in ast.iter_child_nodes(node):
                 yield from _uses(child)
-            yield chain(owner), True
+            yield chain(owner), _Use.WRITE
         case CallWithBody() if results:
             for part in node.results():
                 yield from _uses(part, results=True)
         case _:
             for child in ast.iter_child_nodes(node):
                 yield from _uses(child, results=results)
+
+
+def _uses_of_branches(node: ast.If) -> Iterator[tuple[str, _Use]]:
+    """Yield the variables that the branches of an ``if`` use, and at the end, as written, those that a branch writes.
+
+    What one branch writes, the other one may read from before the ``if`` (``late = 0`` and ``late += 1``). What a
+    branch reads after it has written it counts as a write there: the value is not from before the ``if``.
+    """
+    written: dict[str, None] = {}
+    for branch in (node.body, node.orelse):
+        here: set[str] = set()
+        for name, use in (use for part in branch for use in _uses(part)):
+            if use is _Use.WRITE:
+                here.add(name)
+            known = use is _Use.WRITE or not here.isdisjoint((*owners_of(name), name))
+            yield name, _Use.WRITE_IN_BRANCH if known else use
+        written.update(dict.fromkeys(here))
+    yield from ((name, _Use.WRITE) for name in written)
