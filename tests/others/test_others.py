@@ -273,8 +273,8 @@ def test_an_early_stop_that_a_new_process_counts_from_the_start_ends_the_run_by_
     """Regression: the training took epochs more and had other weights, exit code 0."""
     if fault == "stop":
         run(tmp_path, "naive", "patience", monkeypatch, code=Exit.REQUEUE, STOP="12")
-    more = {"KILL": "1:12"} if fault == "kill" else {}
-    output, ended = run(tmp_path, "naive", "patience", monkeypatch, code=Exit.BAD_INPUT, **more)
+    kill = "1:12" if fault == "kill" else ""
+    output, ended = run(tmp_path, "naive", "patience", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
     said = {
         "kill": r"the updates depend on variables of the script \(here patience.best = [0-9.]*",
         "stop": r"the updates depend on patience.best = inf.*, as at the first step of the job; at the step before: ",
