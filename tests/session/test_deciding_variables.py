@@ -8,7 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.runtime.worker.script_frames import owners_of, values_of
-from holdfast.session.steps.deciding_variables import deciding_variables, described, lasting_variables
+from holdfast.session.steps.deciding_variables import (
+    deciding_variables,
+    described,
+    file_variables,
+    lasting_variables,
+)
 
 HEAD = """
 tick, started, best = 0, 0, {"loss": 1.0}
@@ -131,3 +136,22 @@ def test_variables_that_no_epoch_sets(tmp_path: Path, code: str) -> None:
     text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
     (file := tmp_path / "train.py").write_text(text)
     assert lasting_variables(((str(file), 7),)) == set(LASTING[code])
+
+
+FILES: dict[str, tuple[str, ...]] = {
+    "optimizer.step()\nif acc > best:\n    best = acc\n    torch.save(model, 'best.pt')": ("best",),
+    "optimizer.step()\nbetter = acc > best\nbest = max(acc, best)\nif better:\n    shutil.copyfile(a, b)": (
+        "best",
+    ),
+    "optimizer.step()\nif step.number % 10 == 0:\n    torch.save(model, 'last.pt')": (),
+    "optimizer.step()\nseen += 1\nif seen % 10 == 0:\n    save_checkpoint(model)": ("seen",),
+    "optimizer.step()\nseen += 1\nif seen % 10 == 0:\n    print(seen)": (),
+}
+
+
+@pytest.mark.parametrize("code", FILES)
+def test_variables_that_decide_whether_a_file_is_saved(tmp_path: Path, code: str) -> None:
+    text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
+    (file := tmp_path / "train.py").write_text(text)
+    place = str(file), 7
+    assert file_variables((place,)) == tuple((name, place) for name in FILES[code])

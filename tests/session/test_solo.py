@@ -669,3 +669,21 @@ def test_an_exception_after_a_loop_without_a_step_in_this_process_says_so(tmp_pa
     assert train(ValueError) == []
     (note,) = train(ZeroDivisionError)
     assert "before this process joined or resumed (at step 6)" in note and "s.attach" in note
+
+
+def test_a_variable_that_decides_whether_a_file_is_saved_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that resumes would replace the file of the best result by one of a worse result."""
+    job, best = Job(), 1e9
+    with holdfast.session(model=job.net, optimizer=job.optimizer, scheduler=job.scheduler) as s:
+        for _ in s.epochs(3):
+            for step in s.steps(job.loader):
+                with step as batch:
+                    job.update(batch)
+            error = 1.0 / (s.step + 1)
+            if error < best:
+                best = error
+                torch.save(job.net.state_dict(), tmp_path / "best.pt")
+    (said,) = [each.message for each in caplog.records if "whether a file is saved" in each.message]
+    assert "depends on best (test_solo.py:" in said and "session(state={...})" in said

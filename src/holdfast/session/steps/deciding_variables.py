@@ -37,6 +37,7 @@ _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
 _Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
+_SAVES = re.compile(r"(^|[._])(save|copyfile)")
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 
 
@@ -90,6 +91,25 @@ def placed_variables(places: Places, *, update: bool = False) -> tuple[tuple[str
         for name in _of_place(place, places[:depth], update)
     )
     return tuple(dict.fromkeys((name, place) for name, place in found if LOCAL not in name))
+
+
+def file_variables(places: Places) -> tuple[tuple[str, tuple[str, int]], ...]:
+    """Return the names of variables that may decide whether the loops at ``places`` save a file, each with its place.
+
+    A file is saved by a function whose name begins with ``save`` or ``copyfile``, also after a dot or an underscore.
+    """
+    found: dict[tuple[str, tuple[str, int]], None] = {}
+    for depth, place in reversed(list(enumerate(places))):
+        for loop in with_bodies(place, _loops_around(*place), places[:depth])[:1]:
+            tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
+            found.update(
+                ((name, place), None) for name in _carried(loop, _names_in(tests)) if LOCAL not in name
+            )
+    return tuple(found)
+
+
+def _has_save(node: ast.If) -> bool:
+    return any(isinstance(each, ast.Call) and _SAVES.search(_dotted(each.func)) for each in ast.walk(node))
 
 
 @cache

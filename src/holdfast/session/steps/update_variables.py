@@ -12,7 +12,9 @@ source is searched for such variables, and their values are compared:
   is refused. If an epoch ended with that step, the variable may count the steps of an epoch. Then it is refused only if
   the source shows that no epoch sets it.
 
-A warning names the variables when they change for the first time, before any fault.
+A warning names the variables when they change for the first time, before any fault. Another warning names variables
+that decide whether a file is saved (the best result so far): a new process would replace the file of the best result.
+The weights do not depend on them, so nothing is refused.
 
 Invariant: nothing is refused after the ranks have differed in the values. Then the variables are those of each rank.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import GeneratorType
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,6 +38,7 @@ from holdfast.session.steps.deciding_variables import (
     VARIABLES_MAX,
     Places,
     described,
+    file_variables,
     lasting_variables,
     placed_variables,
     places_in_script,
@@ -50,6 +53,7 @@ TEXT_LENGTH_MAX = 200
 TEXT_LENGTH_SHOWN = 60
 BYTES_MAX = 1 << 20
 LENGTH_MAX = 1000
+_Names = Mapping[str, tuple[tuple[str, int], Places]]
 HINT = (
     "keep what decides about an update in session(state={...}) (a dict that the code changes after "
     "`if step.committed:`), or compute it from step.number"
@@ -88,6 +92,7 @@ class UpdateVariables:
         self._warns = warns
         # Each name with the place of its function, and with the places from the update out to the loop.
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
+        self._file_names: _Names = {}  # of variables that decide whether a file is saved
         self._values: dict[str, _Plain] = {}  # in the open block
         self._generators: set[str] = set()
         self._began: dict[str, _Plain] = {}  # the first value of each variable in this process
@@ -109,14 +114,19 @@ class UpdateVariables:
         """
         if not self._on:
             return
+        self._warns = self._warns and not joins
         places = places_in_script()
-        found = {
+        self._names.update(self._undeclared(placed_variables(places, update=True), places))
+        if self._warns:
+            self._file_names = self._undeclared(file_variables(places), places)
+
+    def _undeclared(self, found: Iterable[tuple[str, tuple[str, int]]], places: Places) -> _Names:
+        """Return the names, with their places, that are not known yet and are no state of the session."""
+        return {
             name: (place, places)
-            for name, place in placed_variables(places, update=True)
+            for name, place in found
             if name not in self._names and not self._declared(name, place)
         }
-        self._names.update(found)
-        self._warns = self._warns and not joins
 
     def look(self, *, joins: bool) -> None:
         """Read the values at the first update of a block.
@@ -124,28 +134,30 @@ class UpdateVariables:
         Raises:
             StepError: this process continues the job, and a variable has begun again.
         """
+        if self._warns and self._file_names:
+            self._warn(
+                "whether a file is saved depends on", self._file_names, _plain(_values(self._file_names))
+            )
         if not self._names or self._values:
             return
         values = _values(self._names)
         self._values = _plain(values)
         self._generators = {name for name, value in values.items() if isinstance(value, GeneratorType)}
-        self._warn()
+        self._warn("the updates depend on", self._names, self._values)
         if self.again and not joins:
             self.refuse()
 
-    def _warn(self) -> None:
+    def _warn(self, what: str, names: _Names, values: Mapping[str, _Plain]) -> None:
         """Warn of the variables that have changed. The others may be settings, or caches of one value."""
-        changed = [
-            name for name, value in self._values.items() if self._began.setdefault(name, value) != value
-        ]
+        changed = [name for name, value in values.items() if self._began.setdefault(name, value) != value]
         new = [name for name in changed if name not in self._told] if self._warns else []
         if new:
             self._told.update(new)
             log.warning(
-                "holdfast: the updates depend on %s (%s), and a process that joins or resumes begins with the value "
-                "of a start: %s",
+                "holdfast: %s %s (%s), and a process that joins or resumes begins with the value of a start: %s",
+                what,
                 ", ".join(new[:VARIABLES_MAX]),
-                described(self._names[new[0]][1]),
+                described(names[new[0]][1]),
                 HINT,
             )
 
@@ -234,7 +246,7 @@ def identified(*parts: bytes) -> int:
     return found % (STEP_MODULUS - 1) + 1
 
 
-def _values(names: Mapping[str, tuple[tuple[str, int], Places]]) -> dict[str, object]:
+def _values(names: _Names) -> dict[str, object]:
     """Return the values of variables now, each in the function of its place."""
     found: dict[str, object] = {}
     for place in {place for place, _ in names.values()}:
