@@ -687,3 +687,30 @@ def test_a_variable_that_decides_whether_a_file_is_saved_is_named(
                 torch.save(job.net.state_dict(), tmp_path / "best.pt")
     (said,) = [each.message for each in caplog.records if "whether a file is saved" in each.message]
     assert "depends on best (test_solo.py:" in said and "session(state={...})" in said
+
+
+def test_an_early_stop_is_refused_where_the_job_stopped_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """The new process runs the code after the loop first, and its count has left its first value at the next step."""
+
+    def train(stops_at: int) -> None:
+        job, late, best = Job(), 0, 1e9
+        arguments: dict[str, Any] = {"model": job.net, "optimizer": job.optimizer, "scheduler": job.scheduler}
+        with holdfast.session(**arguments, checkpoint=tmp_path) as s:
+            for epoch in s.epochs(9):
+                for step in s.steps(job.loader):
+                    with step as batch:
+                        job.update(batch)
+                if epoch == stops_at:
+                    raise KeyError(epoch)
+                error = 1.0 if epoch else 0.5
+                if error < best:
+                    best, late = error, 0
+                else:
+                    late += 1
+                if late > 5:
+                    break
+
+    with pytest.raises(KeyError):
+        train(3)
+    with pytest.raises(StepError, match=r"the updates depend on best = .*, late = 0, as at the first step"):
+        train(9)

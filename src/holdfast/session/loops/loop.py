@@ -293,9 +293,10 @@ class Loops:
             for step in steps:
                 turns, around = turns + 1, helper(frame_of_script())
                 yield step
-            nothing = saved_loop == loop and self._rank.step == begun_at and not after_block.exit_agreed
-            if nothing and self._adapter.rank == 0:
-                log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
+            if saved_loop == loop and self._rank.step == begun_at and not after_block.exit_agreed:
+                blocks.variables.passes_end()
+                if self._adapter.rank == 0:
+                    log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
             self._end_loop()
             self._forget_loop()
             if self.walk.inside and after_block.exit_agreed:

@@ -98,6 +98,7 @@ class UpdateVariables:
         self._began: dict[str, _Plain] = {}  # the first value of each variable in this process
         self._told: set[str] = set()
         self._history = _History()
+        self._at_end: dict[str, _Plain] = {}  # values at the end of the loop of the loaded state
         self._continues = False  # this process has not committed a step after it has taken over the history
         self.mixed = False
         self.met = False
@@ -127,6 +128,14 @@ class UpdateVariables:
             for name, place in found
             if name not in self._names and not self._declared(name, place)
         }
+
+    def passes_end(self) -> None:
+        """Read the values where this process continues the job at the end of a loop: the code after it may change them.
+
+        The source has not been searched yet, so the names are those of the state.
+        """
+        if self._continues:
+            self._at_end = _plain(values_of(self._history.newest))
 
     def look(self, *, joins: bool) -> None:
         """Read the values at the first update of a block.
@@ -166,20 +175,22 @@ class UpdateVariables:
         """True if this process continues the job, and a variable has begun again in the open block."""
         return self._continues and bool(self._begun_again())
 
-    def _begun_again(self) -> list[str]:
+    def _begun_again(self) -> dict[str, _Plain]:
+        """Return the values of the variables that have begun again."""
         first, newest, ended = self._history
-        return [
-            name
-            for name, value in self._values.items()
+        here = {name: self._at_end.get(name, value) for name, value in self._values.items()}
+        return {
+            name: value
+            for name, value in here.items()
             if first.get(name) == value != newest.get(name, value)
             and not (ended and name not in lasting_variables(self._names[name][1]))
-        ]
+        }
 
     def refuse(self) -> NoReturn:
         """Raise a StepError that names the variables that have begun again."""
         again, newest = self._begun_again(), self._history.newest
         raise StepError(
-            f"the updates depend on {_shown({name: self._values[name] for name in again})}, as at the first step "
+            f"the updates depend on {_shown(again)}, as at the first step "
             f"of the job; at the step before: {_shown({name: newest[name] for name in again})}. This process "
             "continues the job, and begins with the variables of a start",
             hint=f"{HINT}; session(verify_block=0) leaves out this check",
