@@ -275,6 +275,16 @@ def test_a_schedule_that_the_check_of_the_block_advances_is_refused(
     assert re.search(f"ImpureBlockError: step 0: .*{said}", output) and not ended, output
 
 
+def test_a_schedule_that_the_session_does_not_have_is_refused_at_its_first_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a resumed job had the rates of a job that began there, exit code 0 and no word."""
+    output, ended = run(tmp_path, "naive", "unscheduled", monkeypatch, code=Exit.BAD_INPUT)
+    said = "step 5: the StepLR of optimizer 'default' has moved and is not part of the session"
+    assert f"UsageError: {said}" in output and not ended, output
+    assert "next: session(scheduler=...) on all ranks" in output, output
+
+
 @pytest.mark.parametrize(
     ("place", "name", "first"),
     [
