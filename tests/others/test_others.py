@@ -19,7 +19,9 @@ REFUSED = {
     "prefetch": r"step 0: .*prefetch.py:\d+ uses the int64 \[4, 8\] that prefetch.py:\d+ made in the run before",
     "tensor_parallel": "step 0 leaves the gradients of its update, to which the next step adds",
 }
-AGAIN = dict.fromkeys(("sharded_optimizer", "zero_redundancy"), r"\d+ steps?")  # one rank holds each part
+AGAIN = dict.fromkeys(
+    ("owned", "sharded_optimizer", "zero_redundancy"), r"\d+ steps?"
+)  # one rank holds each part
 NAMES = sorted(path.stem for path in (HERE / "plain").glob("*.py"))
 
 
