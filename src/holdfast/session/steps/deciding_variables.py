@@ -29,6 +29,7 @@ Places = tuple[tuple[str, int], ...]
 VARIABLES_MAX = 4  # in a message
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.While
+_Assignment = ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.For
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
@@ -224,23 +225,27 @@ def _skips(block: ast.AST, line: int) -> Iterator[ast.expr]:
 def _assignments(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
     """Yield the values that ``block`` assigns to the names in ``wanted``, which may grow meanwhile.
 
-    The index of an element that is assigned counts as well.
+    The index of an element that is assigned counts as well, and what a loop goes through.
     """
-    left = [node for node in ast.walk(block) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
+    left = [node for node in ast.walk(block) if isinstance(node, _Assignment)]
     while True:
         # A variable is also wanted if an attribute or element of it is.
         held = wanted.union(*map(owners_of, wanted))
         found = [
-            n for n in left if n.value and any(name in held for t in _targets(n) for name, _ in _uses(t))
+            n for n in left if _value(n) and any(name in held for t in _targets(n) for name, _ in _uses(t))
         ]
         if not found:
             return
         left = [node for node in left if node not in found]
-        yield from (node.value for node in found if node.value is not None)
+        yield from (value for node in found if (value := _value(node)) is not None)
         yield from (t.slice for node in found for t in _targets(node) if isinstance(t, ast.Subscript))
 
 
-def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.expr]:
+def _value(node: _Assignment) -> ast.expr | None:
+    return node.iter if isinstance(node, ast.For) else node.value
+
+
+def _targets(node: _Assignment) -> Iterable[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
@@ -266,6 +271,11 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
         case ast.For():
             for part in (node.iter, node.target, *node.body, *node.orelse):
                 yield from _uses(part)
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            own = {name for each in node.generators for name, _ in _uses(each.target)}
+            for child in ast.iter_child_nodes(node):
+                inside = _uses(child, results=results)
+                yield from (use for use in inside if own.isdisjoint((use[0], *owners_of(use[0]))))
         case ast.Name():
             yield node.id, isinstance(node.ctx, ast.Store)
         case ast.Attribute() if name := chain(node):
