@@ -37,6 +37,27 @@ class Encoding(UserDict[str, Any]):
             raise AttributeError from None
 
 
+class Nested:
+    """A batch in the form of DETR: images of different sizes with a mask."""
+
+    def __init__(self, tensors: Any, mask: Any) -> None:
+        self.tensors, self.mask = tensors, mask
+
+    def __repr__(self) -> str:
+        return f"Nested({self.tensors}, {self.mask})"
+
+
+class Watched(Nested):
+    """An object that runs code of its class when an attribute is set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+class Slotted(Nested):
+    __slots__ = ("more",)
+
+
 def copied(value: Any) -> Any:
     return rebuilt(value, lambda leaf, place: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
@@ -53,6 +74,8 @@ def copied(value: Any) -> Any:
         lambda leaf: Pair(leaf, {"y": leaf}),
         lambda leaf: Item(leaf, "one"),
         lambda leaf: Encoding({"input_ids": leaf}, "kept"),
+        lambda leaf: Nested(leaf, {"of": [True]}),
+        lambda leaf: (Nested(Nested(leaf, None), 1), [leaf]),
     ],
 )
 def test_a_copy_has_types_and_contents_of_the_original_and_none_of_its_arrays(make: Any) -> None:
@@ -84,6 +107,29 @@ def test_what_is_taken_out_of_a_copy_stays_in_the_original() -> None:
     assert again["e"].pop("ids") == 3 and again["e"].extra == "kept"
     assert original["e"].ids == 3
     assert (original["x"], original["labels"], original["s"], original["b"]) == ([1], 2, {1}, b"ab")
+
+
+def around(value: Nested) -> Nested:
+    value.mask = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Watched(1, 2),
+        lambda: Slotted(1, 2),
+        lambda: object(),
+        lambda: around(Nested(1, 2)),
+        lambda: Nested(list(range(2000)), 2),
+        lambda: Nested(*[[1]] * 2),
+    ],
+)
+def test_an_object_whose_copy_could_be_another_one_is_a_leaf(make: Any) -> None:
+    """It has code for its copies, refers to itself, holds much data, or holds one object in two places."""
+    original, seen = make(), list[Any]()
+    rebuilt([original], lambda leaf, place: seen.append(leaf))
+    assert len(seen) == 1 and seen[0] is original
 
 
 def test_a_leaf_is_named_by_its_positions() -> None:

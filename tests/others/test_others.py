@@ -19,7 +19,9 @@ REFUSED = {
     "prefetch": r"step 0: .*prefetch.py:\d+ uses the int64 \[4, 8\] that prefetch.py:\d+ made in the run before",
     "tensor_parallel": "step 0 leaves the gradients of its update, to which the next step adds",
 }
-AGAIN = dict.fromkeys(("sharded_optimizer", "zero_redundancy"), r"\d+ steps?")  # one rank holds each part
+AGAIN = dict.fromkeys(
+    ("owned", "sharded_optimizer", "zero_redundancy"), r"\d+ steps?"
+)  # one rank holds each part
 NAMES = sorted(path.stem for path in (HERE / "plain").glob("*.py"))
 
 
@@ -289,6 +291,16 @@ def test_a_schedule_that_the_check_of_the_block_advances_is_refused(
     output, ended = run(tmp_path, "naive", "scheduled", monkeypatch, code=Exit.BAD_INPUT, PLACE="block")
     said = r"schedule.count \(was 2.0, then 3.0\), .*\(lr of group 0 of optimizer 'default' differ\)"
     assert re.search(f"ImpureBlockError: step 0: .*{said}", output) and not ended, output
+
+
+def test_a_schedule_that_the_session_does_not_have_is_refused_at_its_first_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a resumed job had the rates of a job that began there, exit code 0 and no word."""
+    output, ended = run(tmp_path, "naive", "unscheduled", monkeypatch, code=Exit.BAD_INPUT)
+    said = "step 5: the StepLR of optimizer 'default' has moved and is not part of the session"
+    assert f"UsageError: {said}" in output and not ended, output
+    assert "next: session(scheduler=...) on all ranks" in output, output
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,25 @@ def test_a_loader_that_keeps_what_a_block_has_written_is_refused() -> None:
         batches.again([{**batch, "x": batch["x"][:2]}])
 
 
+class Nested:
+    """An object that consists of its attributes."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+
+def test_an_object_of_tensors_is_given_again_as_it_was() -> None:
+    """Regression: blocks with such batches (DETR) were not checked."""
+    batches = Batches(Tensors())
+    batches.put([(Nested(**drawn()), 1)])
+    for _ in range(3):
+        assert not batches.spoiled(0) and not batches.opaque(0)
+        given, _ = batches.give(0)
+        assert given.x.tolist() == [1, 1, 1] and given.y.tolist() == [0, 1, 2]
+        given.x.mul_(2)
+        given.y = None
+
+
 def test_an_object_that_nothing_is_known_of_is_drawn_again() -> None:
     batches = settled({"x": torch.ones(1), "graph": object()})
     assert not batches.spoiled(0)

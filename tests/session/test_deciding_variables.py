@@ -84,6 +84,11 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "rate = 9\nif it < 9:\n    rate = it\noptimizer.param_groups[0]['lr'] = rate\noptimizer.step()\nit += 1": (
         "it",
     ),
+    "loss = sum(losses[k] * ws[k] for k in losses if k in ws)\nloss.backward()\noptimizer.step()": (),
+    "loss = sum(ws[it] * p.sum() for p in parts)\nloss.backward()\noptimizer.step()\nit += 1": ("it",),
+    "for part in parts(it):\n    model(part).backward()\noptimizer.step()\nit += 1": ("it",),
+    "parts = [drawn(it) for _ in range(2)]\nfor n, part in enumerate(parts):\n    model(part).backward()\n"
+    "optimizer.step()\nit += 1": ("it",),
     "lot = made(it)\nmodel(lot['w']).backward()\noptimizer.step()\nit += 1": ("it",),
 }
 

@@ -40,16 +40,22 @@ class Changes:
     Attributes:
         looks: number of looks so far.
         counters: names of counters that change at each look.
+        schedules: descriptions of schedules that have moved.
     """
 
     def __init__(self, *changed: tuple[str, ...], counters: tuple[str, ...] = ()) -> None:
         self.looks = 0
         self.counters: Sequence[str] = counters
+        self.schedules: Sequence[str] = ()
         self._changed = changed
 
     def finder(self) -> Changes:
         """Return this object."""
         return self
+
+    def moved(self) -> Sequence[str]:
+        """Return the descriptions of schedules."""
+        return self.schedules
 
     def changed(self, variables: object) -> tuple[str, ...]:
         """Return the names for this look."""
@@ -67,6 +73,19 @@ def test_looks_come_in_threes_and_ever_more_rarely() -> None:
         check.look(step)  # the block runs again
         due += [step] * (changes.looks - before)
     assert [step - 7 for step in due] == [0, 1, 2, 4, 5, 6, 16, 17, 18, 64, 65, 66]
+
+
+def test_a_schedule_that_has_moved_is_refused_at_any_step() -> None:
+    changes = Changes()
+    check = UndeclaredState(changes, on=True)
+    for step in range(10):
+        check.look(step)
+    changes.schedules = ["the StepLR of optimizer 'default'"]
+    with pytest.raises(
+        UsageError, match="step 10: the StepLR of optimizer 'default' has moved and is not part"
+    ):
+        check.look(10)
+    UndeclaredState(changes, on=False).look(10)
 
 
 def test_a_counter_beside_state_of_the_session_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,8 @@
 """Copies of a batch's containers, so that a block that changes a container does not change the next copy.
 
 Theory. A batch is a tree. Its inner nodes are containers: dict, list, tuple, named tuple, dataclass, any mutable
-mapping, and subclasses of these. Every other object is a leaf. :func:`rebuilt` makes the containers again and asks the
+mapping, subclasses of these, and small objects that consist of their attributes (DETR's ``NestedTensor``). Every other
+object is a leaf. :func:`rebuilt` makes the containers again and asks the
 caller for the object that replaces each leaf. A container in which nothing can change is not copied. The *place* of a
 leaf is its path: its index in each container from the root to the leaf.
 
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
 from pathlib import PurePath
@@ -24,6 +26,8 @@ from typing import Any
 import numpy as np
 
 Place = tuple[int, ...]
+OBJECT_VALUES_MAX = 1000
+"""Largest number of values in the attributes of an object that is copied. A larger one holds data, not one batch."""
 
 _CONSTANT = (
     type(None), bool, int, float, complex, str, bytes, range, slice, frozenset, type, enum.Enum, np.generic,
@@ -68,7 +72,62 @@ def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) ->
                 item = rebuilt(getattr(value, field.name), leaf, (*place, number))
                 object.__setattr__(made, field.name, item)
         return made
+    if _attributes(value) and _is_small(value):
+        made = copy.copy(value)
+        for number, (name, item) in enumerate(_attributes(value).items()):
+            vars(made)[name] = rebuilt(item, leaf, (*place, number))
+        return made
     return leaf(value, place)
+
+
+class _Plain:
+    """A class whose objects consist of their attributes."""
+
+
+@functools.cache
+def _consists_of_attributes(kind: type) -> bool:
+    """Return whether ``copy.copy`` of an object only copies its attributes, and runs no code of its class.
+
+    Objects of classes in C, and those with slots, are larger.
+    """
+    own = ("__copy__", "__deepcopy__", "__setstate__", "__getattr__", "__del__", "__next__")
+    inherited = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setattr__", "__getattribute__")
+    return (
+        kind.__basicsize__ == _Plain.__basicsize__
+        and kind.__dictoffset__ == _Plain.__dictoffset__
+        and not any(hasattr(kind, name) for name in own)
+        and all(getattr(kind, name) is getattr(object, name) for name in inherited)
+    )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that consists of them; empty for other objects."""
+    kind: Any = type(value)
+    return vars(value) if _consists_of_attributes(kind) else {}
+
+
+def _is_small(value: object) -> bool:
+    """Return whether an object holds few values, and each of them in one place only."""
+    seen: set[int] = set()
+    ahead: list[Any] = [value]
+    while ahead:
+        item = ahead.pop()
+        if is_constant(item):
+            continue
+        inner = _items_of(item)
+        if id(item) in seen or len(seen) + len(ahead) + len(inner) > OBJECT_VALUES_MAX:
+            return False
+        seen.add(id(item))
+        ahead.extend(inner)
+    return True
+
+
+def _items_of(value: Any) -> Collection[Any]:
+    if isinstance(value, MutableMapping):
+        return value.values()
+    if isinstance(value, list | deque | tuple):
+        return value
+    return _attributes(value).values()
 
 
 def _put(made: Any, key: Any, old: Any, new: Any) -> None:

@@ -319,6 +319,9 @@ class Finder(Protocol):
             variables: the script's variables by name.
         """
 
+    def moved(self) -> Sequence[str]:
+        """Return descriptions of undeclared schedules that have moved since a call of :meth:`changed`. It is cheap."""
+
 
 @runtime_checkable
 class FindsUndeclaredState(Protocol):

@@ -31,12 +31,12 @@ Places = tuple[tuple[str, int], ...]
 VARIABLES_MAX = 4  # in a message
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.While
+_Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
-_Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
 _SAVES = re.compile(r"(^|[._])(save|copyfile)")
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 
@@ -127,7 +127,7 @@ def lasting_variables(places: Places) -> frozenset[str]:
     written = {name for name, use in _uses(body[0]) if use}
     reset: set[str] = set()
     for assignment, tests in _assigned(body[0]):
-        value = assignment.value
+        value = _value(assignment)
         if value is None or isinstance(assignment, ast.AugAssign):
             continue
         names = {name for target in _targets(assignment) for name, use in _uses(target) if use}
@@ -312,7 +312,8 @@ def _ends(node: ast.AST, *, inner: bool) -> bool:
 def _followed(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
     """Yield the expressions on which the assignments of ``block`` to the names in ``wanted`` depend.
 
-    ``wanted`` may grow meanwhile. These are the values, the index of an element, and the conditions around.
+    ``wanted`` may grow meanwhile. These are the values, the index of an element, what a loop goes through, and the
+    conditions around.
     """
     left = list(_assigned(block))
     while True:
@@ -321,13 +322,13 @@ def _followed(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
         found = [
             (node, tests)
             for node, tests in left
-            if node.value and any(name in held for t in _targets(node) for name, _ in _uses(t))
+            if _value(node) and any(name in held for t in _targets(node) for name, _ in _uses(t))
         ]
         if not found:
             return
         left = [each for each in left if each not in found]
         for node, tests in found:
-            yield from (*([node.value] if node.value else []), *tests)
+            yield from (expression for expression in (_value(node), *tests) if expression is not None)
             yield from (target.slice for target in _targets(node) if isinstance(target, ast.Subscript))
 
 
@@ -340,6 +341,10 @@ def _assigned(
     for child in ast.iter_child_nodes(node):
         inside = isinstance(node, ast.If) and child is not node.test
         yield from _assigned(child, (*tests, node.test) if inside else tests)  # type: ignore[attr-defined]
+
+
+def _value(node: _Assignment) -> ast.expr | None:
+    return node.iter if isinstance(node, ast.For) else node.value
 
 
 def _targets(node: _Assignment) -> Iterable[ast.expr]:
@@ -371,6 +376,11 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, _Use]]
         case ast.For():
             for part in (node.iter, node.target, *node.body, *node.orelse):
                 yield from _uses(part)
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            own = {name for each in node.generators for name, _ in _uses(each.target)}
+            for child in ast.iter_child_nodes(node):
+                inside = _uses(child, results=results)
+                yield from (use for use in inside if own.isdisjoint((use[0], *owners_of(use[0]))))
         case ast.Name():
             yield node.id, _Use.of(node.ctx)
         case ast.Attribute() if name := chain(node):

@@ -12,6 +12,9 @@ becomes negligible.
 
 A counter beside state of the session (``ema.updates`` beside ``ema.ema``) causes a warning, because the script may set
 it from the number of the step before each use.
+
+A schedule of learning rates that moves is refused at the next step. Its position is compared at each step, because most
+schedules move once in an epoch.
 """
 
 from __future__ import annotations
@@ -50,10 +53,11 @@ class UndeclaredState:
         """Search the script's variables for changed tensors, if a search is due at the start of ``step``.
 
         Raises:
-            UsageError: a tensor outside of the session has changed at consecutive steps.
+            UsageError: a tensor outside of the session has changed at consecutive steps, or a schedule has moved.
         """
         if self._finder is None or step <= self._last:
             return
+        self._refuse_schedules(step)
         if self._first is None:
             self._first = step
         since = step - self._first
@@ -66,6 +70,16 @@ class UndeclaredState:
         self._counted = [*([] if number == 0 else self._counted), set(self._finder.counters)]
         if number == LOOKS - 1:
             self._judge(step, warns=since >= LOOKS)
+
+    def _refuse_schedules(self, step: int) -> None:
+        """Raise UsageError if a schedule outside of the session has moved. One move is enough: a schedule is state."""
+        moved = [] if self._finder is None else self._finder.moved()
+        if moved:
+            raise UsageError(
+                f"step {step}: {moved[0]} has moved and is {_EFFECT}",
+                hint="session(scheduler=...) on all ranks, also with a list or a dict, and begin without the "
+                "checkpoints of this run, which lack it; verify_block=0 leaves out this check",
+            )
 
     def _judge(self, step: int, *, warns: bool) -> None:
         refused = sorted(set.intersection(*self._changed[1:]))

@@ -6,11 +6,15 @@ entry with the shape of its parameter has the same box as the parameter; a rank 
 missing declarations follow from one complete declaration, and every rank computes the same result. An optimizer that
 cuts its state in its own way has other boxes. If one declared entry shows this, no rank's layout is completed with that
 entry. The entries of a sharded optimizer are never completed.
+
+An optimizer may also keep the whole state of a parameter on one rank, which sends its update to the others (Muon). Then
+two ranks have entries that the other one lacks. A rank that is only late lacks entries, and no rank lacks any of its
+entries for longer. So no rank's layout is completed with the entries of such an optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.store.layouts.layout import Catalogue, Declaration, Row, declarations
@@ -37,25 +41,26 @@ def complete(declared: Mapping[int, Declaration]) -> dict[int, Declaration]:
     """Return ``declared`` (by rank) with the optimizer entries that some ranks have not declared yet."""
     known: dict[str, Row] = {}
     cut: set[str] = set()
-    seen: set[int] = set()
-    for _, declaration in sorted(declared.items()):
-        if id(declaration.tensors) in seen:
-            continue
-        seen.add(id(declaration.tensors))
-        places = _places(declaration)
+    tables = {id(each.tensors): each for _, each in sorted(declared.items(), reverse=True)}
+    distinct = sorted(tables.values(), key=lambda each: each.rank)
+    placed = [_places(declaration) for declaration in distinct]
+    for declaration, places in zip(distinct, placed, strict=True):
         for row in declaration.tensors:
-            if row.fqn.startswith(PREFIX) and not row.fqn.split(".", 2)[1].endswith(SHARDED):
+            optimizer = optimizer_of(row.fqn)
+            if optimizer and not optimizer.endswith(SHARDED):
                 known.setdefault(row.fqn, row)
                 if not _follows(row, declaration, places):
                     cut.add(row.fqn)
     known = {fqn: row for fqn, row in known.items() if fqn not in cut}
-    tables: dict[tuple[int, int], tuple[tuple[Row, ...], tuple[Cuts, ...]]] = {}
+    apart = _kept_apart(known, placed)
+    known = {fqn: row for fqn, row in known.items() if optimizer_of(fqn) not in apart}
+    completed: dict[tuple[int, int], tuple[tuple[Row, ...], tuple[Cuts, ...]]] = {}
     out: dict[int, Declaration] = {}
     for rank, declaration in declared.items():
         key = (id(declaration.tensors), len(declaration.cells))
-        if key not in tables:
-            tables[key] = _completed(declaration, known)
-        rows, cells = tables[key]
+        if key not in completed:
+            completed[key] = _completed(declaration, known)
+        rows, cells = completed[key]
         out[rank] = Declaration(
             declaration.rank, declaration.world, declaration.cells + cells, declaration.boxes, rows
         )
@@ -70,7 +75,7 @@ def _completed(
     cells: dict[Cuts, int] = {}
     added: list[Row] = []
     for row in known.values():
-        parameter = _parameter(row.fqn, places)
+        parameter = parameter_of(row.fqn, places)
         if row.fqn in places or parameter is None:  # declared already, or of another pipeline stage
             continue
         if row.shape and row.shape == places[parameter][0].shape:
@@ -80,6 +85,37 @@ def _completed(
             place = cells.setdefault(whole, len(declaration.cells) + len(cells))
             added.append(Row(row.fqn, row.dtype, row.shape, place))
     return (declaration.tensors + tuple(added) if added else declaration.tensors), tuple(cells)
+
+
+def _kept_apart(known: Mapping[str, Row], each: Sequence[Mapping[str, list[Row]]]) -> set[str]:
+    """Return the names of optimizers of which two ranks have entries that the other rank lacks, for its own parameters.
+
+    Args:
+        known: the entries of all optimizers by name.
+        each: the declared tensors of the ranks by name, one for each distinct declaration.
+    """
+    # By optimizer: the entries that each rank has, and those that it lacks.
+    sides: dict[str, list[tuple[set[str], set[str]]]] = {}
+    for places in each if len(each) > 1 else ():
+        has: dict[str, set[str]] = {}
+        lacks: dict[str, set[str]] = {}
+        for fqn in known:
+            if fqn in places:
+                has.setdefault(optimizer_of(fqn), set()).add(fqn)
+            elif parameter_of(fqn, places) is not None:
+                lacks.setdefault(optimizer_of(fqn), set()).add(fqn)
+        for name in has.keys() & lacks.keys():
+            sides.setdefault(name, []).append((has[name], lacks[name]))
+    return {
+        name
+        for name, found in sides.items()
+        if any(a[0] & b[1] and b[0] & a[1] for number, a in enumerate(found) for b in found[:number])
+    }
+
+
+def optimizer_of(fqn: str) -> str:
+    """Return the optimizer in the name of its entry, ``optimizer.<name>.<parameter>.<key>``; empty: another tensor."""
+    return fqn.split(".", 2)[1] if fqn.startswith(PREFIX) else ""
 
 
 def _places(declaration: Declaration) -> dict[str, list[Row]]:
@@ -93,11 +129,11 @@ def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]
     """Return True if an optimizer entry is whole, has its parameter's box, or has no declared parameter."""
     if declaration.box(row).sizes == row.shape:
         return True
-    parameter = _parameter(row.fqn, places)
+    parameter = parameter_of(row.fqn, places)
     return parameter is None or row.place in {at.place for at in places[parameter]}
 
 
-def _parameter(fqn: str, places: Mapping[str, list[Row]]) -> str | None:
+def parameter_of(fqn: str, places: Mapping[str, object]) -> str | None:
     """Return the declared parameter in the name ``optimizer.<name>.<parameter>.<key>``; None: none is declared."""
     rest = fqn.removeprefix(PREFIX).partition(".")[2]
     while "." in rest:

@@ -5,18 +5,26 @@ of the parameter, and then gathers the whole parameter. So the optimizer state o
 parameter is whole. The optimizer declares the region with :func:`~holdfast.torch.declare`. A process that begins
 without state cannot know the regions. The catalogue of the checkpoint has them, because the ranks declared them while
 they trained.
+
+Other optimizers keep the whole state of a parameter on one rank, which computes the update and sends it to all (Muon).
+Then the catalogue has fewer holders for that state than for the parameter. A process takes the state of which it was
+the holder, and no other: a copy that it never updates would be out of date, and would differ from the state of the
+holder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CheckpointMismatch
+from holdfast.frameworks.common.state_tree import MARK, Plain
 from holdfast.frameworks.torch.state.boxes import TORCH_DTYPES, declare, region_of
 from holdfast.store.layouts.layout import Box, Catalogue, TensorEntry
+from holdfast.store.layouts.layout_completion import PREFIX, SHARDED, optimizer_of, parameter_of
 from holdfast.text import plural
 
 
@@ -32,6 +40,63 @@ class HandCut:
         self._catalogue = catalogue
         self._rank = rank
         self._world_size = world_size
+        self._known: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}  # holders, by grid and shape
+
+    def kept(self, prefix: str, parameter: str, items: Mapping[str, Plain]) -> Mapping[str, Plain]:
+        """Return the saved state of a parameter that belongs to this rank.
+
+        Args:
+            prefix: begin of the names of the optimizer's entries.
+            parameter: name of the parameter.
+            items: its state in the plain values, which any rank may have saved.
+
+        Returns:
+            ``items`` if all holders of the parameter hold its state; otherwise the tensors that this rank held.
+
+        Raises:
+            CheckpointMismatch: some holders of the parameter hold its state, and the number of ranks has changed or the
+                state contains other values than tensors.
+        """
+        entries = self._apart.get(f"{prefix}.{parameter}", ())
+        if not entries or self._world_size == 1:
+            return {**items, **{key: _tensor(entry) for key, entry in entries if key not in items}}
+        if self._catalogue.world != self._world_size:
+            raise CheckpointMismatch(
+                f"{entries[0][1].fqn}: the optimizer kept it on some of {plural(self._catalogue.world, 'rank')}, and "
+                f"this is rank {self._rank} of {self._world_size}",
+                hint="start with as many ranks as wrote it",
+            )
+        plain = sorted(items.keys() - {key for key, _ in entries})
+        if plain or any("." in key for key, _ in entries):
+            raise CheckpointMismatch(
+                f"{entries[0][1].fqn}: the optimizer keeps the state of a parameter on some ranks, and with it "
+                f"{', '.join(map(repr, plain)) or 'tensors in containers'}: only tensors can be distinguished by rank",
+                hint="keep each value of a parameter's state as a tensor",
+            )
+        own = [(key, entry) for key, entry in entries if self._rank in self._holders(entry)]
+        return {key: items.get(key, _tensor(entry)) for key, entry in own}
+
+    @cached_property
+    def _apart(self) -> dict[str, list[tuple[str, TensorEntry]]]:
+        """Optimizer entries that fewer ranks hold than their parameter: by optimizer and parameter, with their keys."""
+        found: dict[str, list[tuple[str, TensorEntry]]] = {}
+        tensors = self._catalogue.by_fqn
+        for entry in self._catalogue.tensors:
+            optimizer = optimizer_of(entry.fqn)
+            name = parameter_of(entry.fqn, tensors) if optimizer else None
+            if name is None or optimizer.endswith(SHARDED):
+                continue
+            kinds = [(each.grid, each.shape) for each in (entry, tensors[name])]
+            if kinds[0] != kinds[1] and self._holders(entry) < self._holders(tensors[name]):
+                begin = f"{PREFIX}{optimizer}.{name}"
+                found.setdefault(begin, []).append((entry.fqn.removeprefix(f"{begin}."), entry))
+        return found
+
+    def _holders(self, entry: TensorEntry) -> frozenset[int]:
+        kind = entry.grid, entry.shape
+        if kind not in self._known:
+            self._known[kind] = frozenset(rank for _, ranks in self._catalogue.boxes(entry) for rank in ranks)
+        return self._known[kind]
 
     @cached_property
     def _own(self) -> dict[str, list[Box]]:
@@ -88,3 +153,8 @@ class HandCut:
         if all(box.sizes == entry.shape for box in boxes):
             return False
         return boxes != {box for box, _ in self._catalogue.boxes(of_parameter)}
+
+
+def _tensor(entry: TensorEntry) -> Plain:
+    """Return the plain value that stands for a tensor of the state."""
+    return {MARK: "tensor", "v": entry.fqn}

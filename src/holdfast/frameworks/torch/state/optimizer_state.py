@@ -573,7 +573,7 @@ class OptimizerState:
             for p in group["params"]:
                 there = self.optimizer.state.get(p, {})
                 fqn = self.name_of(p)
-                for key, item in saved["state"].get(fqn, {}).items():
+                for key, item in cuts.kept(self.prefix, fqn, saved["state"].get(fqn, {})).items():
                     cpu = key == "step" and step_on_cpu
                     fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key), parameter=fqn)
                     states.setdefault(p, {})[key] = join(item, fill)

@@ -33,6 +33,7 @@ from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.steps.block_proof import digest_of_value
 from holdfast.frameworks.torch.steps.script_tensors import Place, places_in
+from holdfast.frameworks.torch.steps.undeclared_schedules import UndeclaredSchedules
 from holdfast.text import plural
 
 SAMPLE = 256
@@ -59,6 +60,7 @@ class UndeclaredTensors:
     def __init__(self, state: TorchState, model: Models) -> None:
         self._state = state
         self._model = model
+        self._schedules = UndeclaredSchedules(state)
         self.counters: Sequence[str] = ()
         self._seen: dict[int, _Seen] = {}
         # Digests or counters by slot, for slots that existed at the first call of ``changed``; None: before that call.
@@ -70,6 +72,7 @@ class UndeclaredTensors:
         Args:
             variables: the script's variables by name.
         """
+        self._schedules.search()
         trained = self._state.trained()
         weights = [Counter(_shapes(m.parameters(), trained)) for _, m in modules_of(self._model)]
         known = set(self._known_memory())
@@ -104,6 +107,10 @@ class UndeclaredTensors:
         self._seen, self._slots = seen, slots
         self.counters = counters
         return _in_words(list(changed.values()), weights)
+
+    def moved(self) -> list[str]:
+        """Return descriptions of schedules outside of the session that have moved since a call of :meth:`changed`."""
+        return self._schedules.moved()
 
     def _trained_objects(self) -> set[int]:
         models = [module for _, model in modules_of(self._model) for module in model.modules()]
