@@ -307,6 +307,15 @@ def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
     assert f"StepError: {said}" in output, output
 
 
+def test_a_variable_that_a_replacement_does_not_have_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the block found an empty list, made no backward pass, and both ranks waited for different things."""
+    output, ended = run(tmp_path, "naive", "ahead", monkeypatch, code=Exit.BAD_INPUT, KILL="1:4")
+    said = "StepError: the block uses 'batches', to which this process has not assigned a value"
+    assert said in output and "saved step 4 (last-gasp)" in output and not ended, output
+
+
 def test_what_a_block_leaves_is_named_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the search for the cause ended the script with "Trying to resize storage that is not resizable"."""
     output, ended = run(tmp_path, "naive", "running", monkeypatch, code=Exit.BAD_INPUT)

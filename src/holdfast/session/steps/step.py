@@ -39,7 +39,7 @@ from holdfast.session.steps.equal_updates import EqualUpdates
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
-from holdfast.session.steps.unassigned_variables import bind
+from holdfast.session.steps.unassigned_variables import bind, exchange
 from holdfast.session.steps.update_variables import UpdateVariables
 from holdfast.session.steps.voting import VoteCaster
 
@@ -178,6 +178,7 @@ class Step:
 
     def __enter__(self) -> Any:
         self.entered = True
+        exchange(inside=True)
         self._blocks.begin(self)
         return self.batch
 
@@ -185,6 +186,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         swallowed = self._blocks.end(self, error)
+        exchange(inside=False)
         if swallowed:
             self._blocks.set_aside(True)
             bind(trace)

@@ -40,6 +40,7 @@ from holdfast.session.steps.deciding_variables import (
     placed_variables,
     places_in_script,
 )
+from holdfast.session.steps.unassigned_variables import NotAssigned
 
 log = logging.getLogger("holdfast")
 
@@ -257,6 +258,10 @@ def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
         elif _is_history(value):
             found[name] = _as_text(value)
+        elif isinstance(
+            value, NotAssigned
+        ):  # only a block before this one assigns it, so a replacement lacks it
+            found[name] = "no value"
     return found
 
 
