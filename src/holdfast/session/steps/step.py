@@ -422,7 +422,8 @@ class StepRunner:
             step.note_tentative(optimizer)
             self._prover.updates(step, step.tentative or optimizer)
             step.nonfinite = self._finite.look_within(optimizer) or step.nonfinite
-            self._adapter.record(optimizer)
+            if not self._rank.copy(partial(self._adapter.record, optimizer)):
+                raise StepAborted("a fault came before the update")
             return
         if step.scrap:
             return
