@@ -266,6 +266,23 @@ def test_a_variable_in_the_loss_that_a_resumed_job_does_not_have_ends_it_by_name
     assert not ended and re.search(f"StepError: {said}", output), output
 
 
+def test_a_variable_that_only_some_steps_set_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the search took a write in a branch for one of every step: other weights, exit code 0."""
+    output, _ = run(tmp_path / "calm", "naive", "milestones", monkeypatch)
+    assert "warning" not in output and "depend on" not in output, "the steps may set it by their number"
+    output, ended = run(
+        tmp_path / "killed", "naive", "milestones", monkeypatch, code=Exit.BAD_INPUT, KILL="1:5"
+    )
+    said = r"the updates depend on variables of the script \(here weight = (0.25|1.0) \(milestones.py:\d+\)\), and not"
+    assert re.search(f"StepError: step 5: {said}", output) and not ended, output
+    run(tmp_path / "stopped", "naive", "milestones", monkeypatch, code=Exit.REQUEUE, STOP="6")
+    output, ended = run(tmp_path / "stopped", "naive", "milestones", monkeypatch, code=Exit.BAD_INPUT)
+    said = "the updates depend on weight = 1.0, as at the first step of the job; at the step before: weight = 0.14"
+    assert f"StepError: {said}" in output and not ended, output
+
+
 def test_a_schedule_that_the_check_of_the_block_advances_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,20 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "weights[0] *= it\noptimizer.step()\nit += 1": ("it",),
     "made().rate *= it\noptimizer.step()\nit += 1": ("it",),
     "lot = made(it)\nmodel(lot['w']).backward()\noptimizer.step()\nit += 1": ("it",),
+    "if step.number % 3 == 0:\n    w = 1 / step.number\n(w * model(batch)).backward()\noptimizer.step()": (
+        "w",
+    ),
+    "if step.again:\n    pass\nelse:\n    w = 2\n(w * model(batch)).backward()\noptimizer.step()": ("w",),
+    "for b in batch:\n    if b:\n        w = 2\n    (w * model(b)).backward()\noptimizer.step()": ("w",),
+    "if step.number:\n    if batch:\n        w = 2\n    else:\n        w = 3\n    (w * model(batch)).backward()\n"
+    "optimizer.step()": (),
+    "if step.number:\n    w = 2\nelse:\n    w = 3\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "w = 1\nif step.number:\n    w = 2\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "if every:\n    w = step.number\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "if step.number % 3:\n    w = 2\nx = model(batch)\nif step.number % 3:\n    x = x * w\nx.backward()\n"
+    "optimizer.step()": (),
+    "if step.number % 3:\n    w = 2\nelse:\n    continue\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "if step.number % 3:\n    continue\nw = 2\n(w * model(batch)).backward()\noptimizer.step()": (),
 }
 
 

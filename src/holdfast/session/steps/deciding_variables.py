@@ -30,6 +30,8 @@ VARIABLES_MAX = 4  # in a message
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _Loop = ast.For | ast.While
 _LEAVES = (ast.Continue, ast.Break, ast.Return)
+_IF, _END = "if ", "end "
+"""Marks among the names of variables."""
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
@@ -65,12 +67,18 @@ def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ..
 
 
 @cache
-def placed_variables(places: Places, *, update: bool = False) -> tuple[tuple[str, tuple[str, int]], ...]:
-    """Return the names of :func:`deciding_variables`, each with the place in whose frame it is a variable."""
+def placed_variables(
+    places: Places, *, update: bool = False, branches: bool = True
+) -> tuple[tuple[str, tuple[str, int]], ...]:
+    """Return the names of :func:`deciding_variables`, each with the place in whose frame it is a variable.
+
+    Args:
+        branches: False: leave out variables that some steps write before they read them.
+    """
     found = (
         (name, place)
         for depth, place in reversed(list(enumerate(places)))
-        for name in _of_place(place, places[:depth], update)
+        for name in _of_place(place, places[:depth], update, branches)
     )
     return tuple(dict.fromkeys((name, place) for name, place in found if LOCAL not in name))
 
@@ -97,7 +105,7 @@ def lasting_variables(places: Places) -> frozenset[str]:
     return frozenset(name for name in added if assigned.isdisjoint((*owners_of(name), name)))
 
 
-def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[str]:
+def _of_place(place: tuple[str, int], inside_it: Places, update: bool, branches: bool) -> Iterator[str]:
     file, line = place
     scope, *inner = _inside_scope(file, line)
     loops = _loops_around(file, line)
@@ -107,7 +115,8 @@ def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterat
     for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
         conditions += _skips(loop, line)
-        carried = _carried(body, _names_in([*conditions, *(_sources(body) if update else [])]))
+        wanted = _names_in([*conditions, *(_sources(body) if update else [])])
+        carried = _carried(body, wanted, branches)
         # Local variables of a function without a loop do not outlive its call.
         yield from carried if loops else (name for name in carried if owners_of(name))
     for block in full[len(loops) :] if loops else []:
@@ -177,16 +186,53 @@ def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
     return {name for node in nodes for name, _ in _uses(node, results=True)}
 
 
-def _carried(block: ast.AST, wanted: set[str]) -> list[str]:
-    """Return the names on which ``wanted`` depends in ``block``, and which it reads before it writes them."""
-    uses = list(_uses(block))
+def _carried(block: ast.AST, wanted: set[str], branches: bool) -> list[str]:
+    """Return the names on which ``wanted`` depends in ``block``, and which it reads before it writes them.
+
+    With ``branches``, a write in a branch that not every step takes does not count for the code after it.
+    """
     for assigned in _assignments(block, wanted):
         wanted |= _names_in([assigned])
-    written = {name for name, stores in uses if stores}
-    first: dict[str, bool] = {}
-    for name, stores in uses:
-        first.setdefault(name, stores or any(first.get(owner, False) for owner in owners_of(name)))
+    written = {name for name, stores in _uses(block) if stores}
+    first = _first_uses(_uses(block, varying=frozenset(written if branches else ())))
     return [name for name, stores in first.items() if not stores and name in wanted & written]
+
+
+def _first_uses(uses: Iterator[tuple[str, bool]]) -> dict[str, bool]:
+    """Return whether the first use of each name is a write. A name is left out if only some branches write it.
+
+    Args:
+        uses: uses and branches (:func:`_branches`), to the end of the branch or of ``uses``.
+    """
+    first: dict[str, bool] = {}
+    _follow(uses, first, {})
+    return first
+
+
+def _follow(
+    uses: Iterator[tuple[str, bool]], first: dict[str, bool], known: dict[str, dict[str, bool]]
+) -> bool:
+    """Add the uses of one branch to ``first``. Return whether the branch leaves the turn of the loop.
+
+    Args:
+        known: what the branches before have written, by their condition.
+    """
+    for name, stores in uses:
+        if name.startswith(_IF):
+            taken, other = {**known.get(name, {}), **first}, dict(first)
+            leaves = _follow(uses, taken, known), _follow(uses, other, known)
+            known[name] = {each: True for each, written in taken.items() if written}
+            after = [branch for branch, left in zip((taken, other), leaves, strict=True) if not left]
+            first |= {
+                each: False for branch in (taken, other) for each, written in branch.items() if not written
+            }
+            everywhere = set.intersection(*(set(branch) for branch in after or (taken, other)))
+            first.update((each, True) for each in everywhere if each not in first)
+        elif name == _END:
+            return stores
+        else:
+            first.setdefault(name, stores or any(first.get(owner, False) for owner in owners_of(name)))
+    return False
 
 
 @cache
@@ -244,7 +290,21 @@ def _targets(node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> Iterable[ast.e
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
-def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]:
+def _branches(node: ast.If, varying: frozenset[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the uses in both branches of ``node``: the condition as text, then each branch up to a mark of its end.
+
+    The mark says whether the branch leaves the turn of the loop.
+    """
+    yield _IF + ast.unparse(node.test), False
+    for branch in (node.body, node.orelse):
+        for part in branch:
+            yield from _uses(part, varying=varying)
+        yield _END, bool(branch) and isinstance(branch[-1], _LEAVES)
+
+
+def _uses(
+    node: ast.AST, *, results: bool = False, varying: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, bool]]:
     """Yield the variables that ``node`` uses, in the order of execution, and whether it writes them.
 
     An attribute of a variable is a variable of its own (``self.tick``), and so is an element with a constant text as
@@ -252,8 +312,14 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
 
     Args:
         results: of the body of a called function, only use what its value depends on.
+        varying: variables that differ from step to step: mark the branches that depend on them (:func:`_branches`).
     """
     match node:
+        case ast.If() if varying and not varying.isdisjoint(
+            owner for name in _names_in([node.test]) for owner in (name, *owners_of(name))
+        ):
+            yield from _uses(node.test)
+            yield from _branches(node, varying)
         case ast.AugAssign():
             yield from ((name, False) for name, _ in _uses(node.target))
             yield from _uses(node.value)
@@ -265,7 +331,7 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
                 yield from _uses(target)
         case ast.For():
             for part in (node.iter, node.target, *node.body, *node.orelse):
-                yield from _uses(part)
+                yield from _uses(part, varying=varying)
         case ast.Name():
             yield node.id, isinstance(node.ctx, ast.Store)
         case ast.Attribute() if name := chain(node):
@@ -296,4 +362,4 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, bool]]
                 yield from _uses(part, results=True)
         case _:
             for child in ast.iter_child_nodes(node):
-                yield from _uses(child, results=results)
+                yield from _uses(child, results=results, varying=varying)

@@ -89,6 +89,8 @@ class UpdateVariables:
         self._warns = warns
         # Each name with the place of its function, and with the places from the update out to the loop.
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
+        # Variables that some steps set before their update: their values may all follow from the number of the step.
+        self._partly: set[str] = set()
         self._values: dict[str, _Plain] = {}  # in the open block
         self._generators: set[str] = set()
         self._began: dict[str, _Plain] = {}  # the first value of each variable in this process
@@ -117,6 +119,9 @@ class UpdateVariables:
             if name not in self._names and not self._declared(name, place)
         }
         self._names.update(found)
+        self._partly |= found.keys() - {
+            name for name, _ in placed_variables(places, update=True, branches=False)
+        }
         self._warns = self._warns and not joins
 
     def look(self, *, joins: bool) -> None:
@@ -128,6 +133,12 @@ class UpdateVariables:
         if not self._names or self._values:
             return
         values = _values(self._names)
+        # An array that some steps fill is often the data of one rank.
+        values = {
+            name: value
+            for name, value in values.items()
+            if name not in self._partly or isinstance(value, _Plain)
+        }
         self._values = _plain(values)
         self._generators = {name for name, value in values.items() if isinstance(value, GeneratorType)}
         self._warn()
@@ -139,7 +150,7 @@ class UpdateVariables:
         changed = [
             name for name, value in self._values.items() if self._began.setdefault(name, value) != value
         ]
-        new = [name for name in changed if name not in self._told] if self._warns else []
+        new = [name for name in changed if name not in self._told | self._partly] if self._warns else []
         if new:
             self._told.update(new)
             log.warning(
