@@ -29,7 +29,7 @@ WIDE = {
     "WorkerClient": (38, 12), "Peers": (20, 6), "Processes": (17, 6), "Watcher": (19, 6),
     "AgentDaemon": (19, 6), "Agent": (20, 6), "Zygote": (16, 6),
     # The session's half of the protocol, as far as it is not a table yet.
-    "StepParticipant": (17, 6), "Loops": (31, 6), "Checkpointer": (24, 13), "Step": (24, 6), "MemoryTier": (16, 7),
+    "StepParticipant": (17, 6), "Loops": (31, 6), "Checkpointer": (24, 13), "Step": (24, 6), "MemoryTier": (15, 7),
     "ExitWatch": (19, 6),
     # Arguments that a user or a framework gives.
     "SessionSettings": (15, 15), "GuardedWork": (15, 8), "_Share": (15, 9),

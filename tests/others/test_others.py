@@ -284,6 +284,23 @@ def test_an_early_stop_that_a_new_process_counts_from_the_start_ends_the_run_by_
     assert not ended and re.search(f"StepError: .*{said[fault]}", output), output
 
 
+def test_a_variable_that_only_some_steps_set_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the search took a write in a branch for one of every step: other weights, exit code 0."""
+    output, _ = run(tmp_path / "calm", "naive", "milestones", monkeypatch)
+    assert "warning" not in output and "depend on" not in output, "the steps may set it by their number"
+    output, ended = run(
+        tmp_path / "killed", "naive", "milestones", monkeypatch, code=Exit.BAD_INPUT, KILL="1:5"
+    )
+    said = r"the updates depend on variables of the script \(here weight = (0.25|1.0) \(milestones.py:\d+\)\), and not"
+    assert re.search(f"StepError: step 5: {said}", output) and not ended, output
+    run(tmp_path / "stopped", "naive", "milestones", monkeypatch, code=Exit.REQUEUE, STOP="6")
+    output, ended = run(tmp_path / "stopped", "naive", "milestones", monkeypatch, code=Exit.BAD_INPUT)
+    said = "the updates depend on weight = 1.0, as at the first step of the job; at the step before: weight = 0.14"
+    assert f"StepError: {said}" in output and not ended, output
+
+
 def test_a_schedule_that_the_check_of_the_block_advances_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +352,15 @@ def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
     assert output.count("the updates depend on number (lazy.py") == 1 and not ended, output
     said = "the updates depend on number = 0, as at the first step of the job; at the step before: number = 4"
     assert f"StepError: {said}" in output, output
+
+
+def test_a_variable_that_a_replacement_does_not_have_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the block found an empty list, made no backward pass, and both ranks waited for different things."""
+    output, ended = run(tmp_path, "naive", "ahead", monkeypatch, code=Exit.BAD_INPUT, KILL="1:4")
+    said = "StepError: the block uses 'batches', to which this process has not assigned a value"
+    assert said in output and "saved step 4 (last-gasp)" in output and not ended, output
 
 
 def test_what_a_block_leaves_is_named_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "set_scaled(seen)\noptimizer.step()\nseen += 1": ("seen",),
     "adjust()\noptimizer.step()": ("rates:count",),
     "adjust_deeply()\noptimizer.step()": ("rates:count",),
+    "if rate_now() > 1:\n    seen += 1\nset_rate(seen, 1)\noptimizer.step()": ("seen",),
     "optimizer.step()\nmomentum = next(numbers)": ("numbers",),
     "optimizer.step()\nnumbers = iter([2])\nmomentum = next(numbers)": (),
     "optimizer.step()\nshare = 1 / seen\nkept.mul_(share).add_(1 - share)\nseen += 1": ("seen",),
@@ -255,7 +256,7 @@ def test_names_belong_to_the_frame_of_their_function(tmp_path: Path) -> None:
     found: dict[str, object] = {}
 
     def look() -> None:
-        for name, place in placed_variables(places_in_script(), update=True):
+        for name, place, _ in placed_variables(places_in_script(), update=True):
             found.update(values_of([name], place))
 
     vars(module).update(look=look)

@@ -90,6 +90,20 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "parts = [drawn(it) for _ in range(2)]\nfor n, part in enumerate(parts):\n    model(part).backward()\n"
     "optimizer.step()\nit += 1": ("it",),
     "lot = made(it)\nmodel(lot['w']).backward()\noptimizer.step()\nit += 1": ("it",),
+    "if step.number % 3 == 0:\n    w = 1 / step.number\n(w * model(batch)).backward()\noptimizer.step()": (
+        "w",
+    ),
+    "if step.again:\n    pass\nelse:\n    w = 2\n(w * model(batch)).backward()\noptimizer.step()": ("w",),
+    "for b in batch:\n    if b:\n        w = 2\n    (w * model(b)).backward()\noptimizer.step()": ("w",),
+    "if step.number:\n    if batch:\n        w = 2\n    else:\n        w = 3\n    (w * model(batch)).backward()\n"
+    "optimizer.step()": (),
+    "if step.number:\n    w = 2\nelse:\n    w = 3\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "w = 1\nif step.number:\n    w = 2\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "if every:\n    w = step.number\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "if step.number % 3:\n    w = 2\nx = model(batch)\nif step.number % 3:\n    x = x * w\nx.backward()\n"
+    "optimizer.step()": (),
+    "if step.number % 3:\n    w = 2\nelse:\n    continue\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "if step.number % 3:\n    continue\nw = 2\n(w * model(batch)).backward()\noptimizer.step()": (),
 }
 
 
@@ -159,4 +173,5 @@ def test_variables_that_decide_whether_a_file_is_saved(tmp_path: Path, code: str
     text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
     (file := tmp_path / "train.py").write_text(text)
     place = str(file), 7
-    assert file_variables((place,)) == tuple((name, place) for name in FILES[code])
+    found = [(each.name, each.place) for each in file_variables((place,))]
+    assert found == [(name, place) for name in FILES[code]]

@@ -50,6 +50,14 @@ def test_a_newcomer_that_rehearses_holds_the_state(tmp_path: Path) -> None:
     assert len(ends(tmp_path)) == 1 and "ends at 12:" in ends(tmp_path).pop(), ends(tmp_path)
 
 
+def test_a_survivor_makes_no_update_while_it_gives_its_state(tmp_path: Path) -> None:
+    """Regression: the replacement read the updated weights, the copies differed, and all ranks went back."""
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("tentative_job.py")))
+    assert done.returncode == 0 and (tmp_path / "waited").exists(), done.stdout
+    assert ", 1 fault, 0 steps lost" in done.stdout, done.stdout
+    assert len(ends(tmp_path)) == 1 and "ends at 8:" in ends(tmp_path).pop(), ends(tmp_path)
+
+
 def test_a_survivor_without_room_on_its_device_lives_and_gives_its_state(tmp_path: Path) -> None:
     """Regression: an error of the device in another thread ended the process, and with it the only copy."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("full_job.py")))

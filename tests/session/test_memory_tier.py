@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.session.launch import run_job
 from tests.session.test_jobs import RANKS, Result, check_survivors, events, start
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
@@ -56,6 +57,13 @@ def test_a_lost_shard_comes_back(
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == (1 if rung.startswith("replace") else 2)
     assert not events(tmp_path, "corrupted")
     assert ("gradients are logged" in got.output) == ("--hook" in fault)
+
+
+def test_a_loss_soon_after_a_recovery_finds_a_state(tmp_path: Path) -> None:
+    """The replacement of rank 1 has no state of step 1. Regression: the loss of rank 0 then cost all steps."""
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("lone_job.py")))
+    assert done.returncode == 0 and "ends at 10: 10 steps averaged" in done.stdout, done.stdout
+    assert (actions(tmp_path), lost(tmp_path)) == (["replace", "replace_from_memory"], [0, 2])
 
 
 @pytest.mark.more

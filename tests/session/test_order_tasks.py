@@ -32,3 +32,32 @@ def test_a_command_of_a_fence_that_is_over_is_not_executed(command: Command, ove
         worker.handle(0.0, Fence(member_id=ME, generation=THIRD, reason="another rank is lost"))
     tasks.run()
     assert done == ([] if overtaken else [command])
+
+
+def test_nothing_is_copied_for_an_update_under_a_fence() -> None:
+    """An order may still read what such an update would change."""
+    worker, made = WorkerMachine(ME, FIRST), list[int]()
+    tasks = OrderTasks(worker, threading.Condition(), lambda event: worker.handle(0.0, event))
+    worker.steps.open(0)
+    assert tasks.copy(lambda: made.append(1)) and made == [1]
+    worker.handle(0.0, Fence(member_id=ME, generation=SECOND, reason="a rank is lost"))
+    assert not tasks.copy(lambda: made.append(2)) and made == [1]
+
+
+def test_an_order_waits_for_a_copy_that_was_begun_before_its_fence() -> None:
+    worker, done = WorkerMachine(ME, FIRST), list[str]()
+    tasks = OrderTasks(worker, threading.Condition(), lambda event: worker.handle(0.0, event))
+    tasks.calls = tasks.calls._replace(carry_out=lambda _: done.append("order"))
+    worker.steps.open(0)
+    thread = threading.Thread(target=tasks.run)
+
+    def make() -> None:
+        worker.handle(0.0, Fence(member_id=ME, generation=SECOND, reason="a rank is lost"))
+        tasks.take(COMMANDS[0])
+        thread.start()
+        thread.join(0.2)
+        done.append("copy")
+
+    assert tasks.copy(make)
+    thread.join()
+    assert done == ["copy", "order"]

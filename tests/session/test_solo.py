@@ -714,3 +714,21 @@ def test_an_early_stop_is_refused_where_the_job_stopped_at_the_end_of_an_epoch(t
         train(3)
     with pytest.raises(StepError, match=r"the updates depend on best = .*, late = 0, as at the first step"):
         train(9)
+
+
+def test_a_search_that_fails_ends_no_training_and_is_not_hidden(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the check run of the first block excused the exception, so nothing was searched, without a word."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise AttributeError("a defect")
+
+    monkeypatch.setattr("holdfast.session.steps.update_variables.placed_variables", fails)
+    job = Job()
+    with holdfast.session(model=job.net, optimizer=job.optimizer, scheduler=job.scheduler) as s:
+        for step in s.steps(job.loader):
+            with step as batch:
+                job.update(batch)
+    (said,) = [each.message for each in caplog.records if "are not searched" in each.message]
+    assert "please report AttributeError: a defect" in said

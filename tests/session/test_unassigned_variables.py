@@ -8,19 +8,23 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+import torch
 
-from holdfast.session.steps.unassigned_variables import NotComputed, bind
+from holdfast.errors import StepError
+from holdfast.session.steps.unassigned_variables import NotAssigned, NotComputed, bind, exchange
 
 
 class Left:
     """A context manager that swallows the exception of its body, as the block of a step does."""
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        exchange(inside=True)
 
     def __exit__(self, kind: object, error: object, trace: TracebackType | None) -> bool:
-        bind(trace)
-        return True
+        exchange(inside=False)
+        if isinstance(error, ValueError):
+            bind(trace)
+        return isinstance(error, ValueError)
 
 
 def cut_off() -> Any:
@@ -47,6 +51,49 @@ def test_a_value_of_an_earlier_block_stays() -> None:
         with Left():
             value = number if number == 0 else cut_off()
         assert value == 0
+
+
+def use(number: int, batches: Any) -> None:
+    """Use what an aborted block has left."""
+    match number:
+        case 0:
+            print(list(batches))
+        case 1:
+            torch.zeros(2) - batches
+        case 2:
+            batches or print()
+        case 3:
+            f"{batches[0] + 1}"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("number", range(4))
+def test_a_block_does_not_compute_with_it(number: int) -> None:
+    """Regression: it was a nan or an empty list there, in a replacement alone."""
+    batches: Any
+    with Left():
+        cut_off()
+        batches = [1.0]
+    assert math.isnan(batches)
+    with pytest.raises(StepError, match="the block uses 'batches', to which this process has not"), Left():
+        assert f"{batches}" == "nan" and isinstance(batches, NotAssigned)
+        use(number, batches)
+    assert math.isnan(batches)
+    with Left():
+        batches = [2.0]
+    assert batches == [2.0]
+
+
+def test_a_frame_further_out_has_it_too() -> None:
+    def block() -> None:
+        with Left():
+            assert isinstance(loss, NotAssigned)
+
+    with Left():
+        cut_off()
+        loss = 1.0
+    block()
+    assert math.isnan(loss)
 
 
 def test_in_a_module_too() -> None:

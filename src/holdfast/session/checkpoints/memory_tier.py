@@ -7,8 +7,9 @@ replaces the rank finds the state of exactly that step. With N above 1, after a 
 step that every rank has in the tier, and run the later steps again. The surviving processes do this without a restart.
 
 Without an N (``AUTO``), the tier is on if some box has only one holder. A rank can then afford a copy if the last copy
-took less than the fraction ``SHARE`` of the time since that copy. So only cheap copies are made at every step. Each
-rank votes whether it can afford a copy (``core/worker/vote.py``). All ranks keep the state of a step if all can.
+took less than the fraction ``SHARE`` of the time since that copy. So only cheap copies are made at every step. After a
+recovery the next state is kept at any cost, because a process that has joined keeps no earlier one. Each rank votes
+whether it can afford a copy (``core/worker/vote.py``). All ranks keep the state of a step if all can.
 
 Invariants:
 1. All ranks keep the states of the same steps.
@@ -31,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.core.ids import NO_VERSION
+from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.frameworks.common.adapter import Collected, StateAdapter
@@ -66,6 +67,14 @@ class Stamp(NamedTuple):
     writes: tuple[int, ...]
 
 
+class _Copy(NamedTuple):
+    """The newest copy: the generation in which it was made, when, and its duration."""
+
+    generation: Generation
+    at_s: float
+    cost_s: float
+
+
 class MemoryTier:
     """The memory tier of one rank.
 
@@ -95,8 +104,7 @@ class MemoryTier:
         self._version = NO_VERSION  # version of the layouts that were checked last
         self._alone = False  # True: some box of the job has only one holder
         self._said = False
-        self._kept_s = time.monotonic()
-        self._cost_s = 0.0  # duration of the last copy
+        self._newest = _Copy(NO_GENERATION, time.monotonic(), 0.0)
         self._adapter = adapter
         self._directory = directory
         self._every = every if directory is not None else 0
@@ -149,8 +157,11 @@ class MemoryTier:
             self._look()
         if self._every > 0:
             return step % self._every == 0 and self._arrived()
-        affordable = time.monotonic() - self._kept_s >= self._cost_s / SHARE or self._record.full(step)
-        return self._every == AUTO and self._alone and affordable and self._arrived()
+        newest = self._newest
+        affordable = time.monotonic() - newest.at_s >= newest.cost_s / SHARE or self._record.full(step)
+        # A process that has joined keeps no state of an earlier step, so none of this rank's states helps another loss.
+        joined = newest.generation != self._rank.machine.generation
+        return self._every == AUTO and self._alone and (affordable or joined) and self._arrived()
 
     def _arrived(self) -> bool:
         client = self._rank.client
@@ -184,7 +195,7 @@ class MemoryTier:
             return
         began_s = time.monotonic()
         same = kept == self._stamp(self._adapter.collect(), step)
-        self._cost_s += time.monotonic() - began_s
+        self._newest = self._newest._replace(cost_s=self._newest.cost_s + time.monotonic() - began_s)
         if not same:
             self._keep(step, amended=True)
         self._slots.finish()
@@ -242,10 +253,10 @@ class MemoryTier:
             log.warning("holdfast: no state is kept in memory any more: %s", error)
             self._every, stamp = 0, None
             self._slots.remove()
-        self._kept_s = time.monotonic()
-        self._cost_s = self._kept_s - began_s
+        now_s = time.monotonic()
+        self._newest = _Copy(self._rank.machine.generation, now_s, now_s - began_s)
         if stamp is not None:
-            self._record.kept(step, self._cost_s)
+            self._record.kept(step, self._newest.cost_s)
         return stamp
 
     def _copy(self, slots: Slots, step: int, *, amended: bool) -> Stamp:

@@ -5,7 +5,8 @@ continues with the next step. An update also depends on the loss, on the learnin
 which the script leaves its loops (an early stop). All this differs between ranks if it depends on a variable that each
 step takes over from the step before. In a replacement such a variable begins again. So the search starts at the names
 in these expressions and follows the assignments of the loop, with the conditions around them. It keeps the names that
-the loop reads before it writes them.
+the loop reads before it writes them. A write in a branch that not every step takes (``if number % 3 == 0:``) counts
+only in that branch, and under the same condition.
 
 A call of a function of the script counts with the body of that function (``called_bodies.py``). So attributes of an
 object, which its methods read and write, are found by the names ``object.attribute``. A generator that the block draws
@@ -19,9 +20,9 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterable, Iterator
-from enum import IntEnum
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of, values_of
 from holdfast.session.steps.called_bodies import LOCAL, CallWithBody, chain, of_script, tree_of, with_bodies
@@ -41,17 +42,37 @@ _SAVES = re.compile(r"(^|[._])(save|copyfile)")
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 
 
-class _Use(IntEnum):
-    """The way in which code uses a variable. WRITE_IN_BRANCH: a write in one branch, which no other branch sees."""
+class PlacedVariable(NamedTuple):
+    """A variable of the script.
 
-    READ = 0
-    WRITE_IN_BRANCH = 1
-    WRITE = 2
+    Attributes:
+        name: its name, as in :func:`holdfast.runtime.worker.script_frames.values_of`.
+        place: file and line of the function whose variable it is.
+        partly: some steps write it before they read it, so its values may all follow from the number of the step.
+    """
 
-    @classmethod
-    def of(cls, context: ast.expr_context) -> _Use:
-        """Return the use in an expression with ``context``."""
-        return cls.WRITE if isinstance(context, ast.Store) else cls.READ
+    name: str
+    place: tuple[str, int]
+    partly: bool
+
+
+class _Branches(NamedTuple):
+    """An ``if`` in a list of uses.
+
+    Attributes:
+        test: its condition.
+        uses: the uses in both branches, in the order of execution.
+        leave: whether each branch leaves the turn of the loop.
+    """
+
+    test: ast.expr
+    uses: tuple[list[_Item], list[_Item]]
+    leave: tuple[bool, bool]
+
+
+_Use = tuple[str, bool]
+"""A variable, and whether it is written."""
+_Item = _Use | _Branches
 
 
 def places_in_script() -> Places:
@@ -79,33 +100,32 @@ def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ..
     Args:
         update: the innermost place is an update: also find what may decide about the loss and the learning rate.
     """
-    return tuple(dict.fromkeys(name for name, _ in placed_variables(places, update=update)))
+    return tuple(dict.fromkeys(each.name for each in placed_variables(places, update=update)))
 
 
 @cache
-def placed_variables(places: Places, *, update: bool = False) -> tuple[tuple[str, tuple[str, int]], ...]:
-    """Return the names of :func:`deciding_variables`, each with the place in whose frame it is a variable."""
-    found = (
-        (name, place)
-        for depth, place in reversed(list(enumerate(places)))
-        for name in _of_place(place, places[:depth], update)
-    )
-    return tuple(dict.fromkeys((name, place) for name, place in found if LOCAL not in name))
+def placed_variables(places: Places, *, update: bool = False) -> tuple[PlacedVariable, ...]:
+    """Return the variables of :func:`deciding_variables`, each with the place in whose frame it is a variable."""
+    found: dict[tuple[str, tuple[str, int]], bool] = {}
+    for depth, place in reversed(list(enumerate(places))):
+        for name, partly in _of_place(place, places[:depth], update):
+            if LOCAL not in name:
+                found[name, place] = partly and found.get((name, place), True)
+    return tuple(PlacedVariable(*at, partly) for at, partly in found.items())
 
 
-def file_variables(places: Places) -> tuple[tuple[str, tuple[str, int]], ...]:
-    """Return the names of variables that may decide whether the loops at ``places`` save a file, each with its place.
+def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
+    """Return the variables that may decide whether the loops at ``places`` save a file.
 
     A file is saved by a function whose name begins with ``save`` or ``copyfile``, also after a dot or an underscore.
     """
-    found: dict[tuple[str, tuple[str, int]], None] = {}
+    found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
         for loop in with_bodies(place, _loops_around(*place), places[:depth])[:1]:
             tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
-            found.update(
-                ((name, place), None) for name in _carried(loop, _names_in(tests)) if LOCAL not in name
-            )
-    return tuple(found)
+            carried = _carried(loop, _names_in(tests)).items()
+            found.update((PlacedVariable(name, place, partly), None) for name, partly in carried)
+    return tuple(each for each in found if LOCAL not in each.name)
 
 
 def _has_save(node: ast.If) -> bool:
@@ -124,13 +144,13 @@ def lasting_variables(places: Places) -> frozenset[str]:
     body = with_bodies(place, loops, places[:-1])[:1]
     if not body:
         return frozenset()
-    written = {name for name, use in _uses(body[0]) if use}
+    written = {name for name, writes in _uses(body[0]) if writes}
     reset: set[str] = set()
     for assignment, tests in _assigned(body[0]):
         value = _value(assignment)
         if value is None or isinstance(assignment, ast.AugAssign):
             continue
-        names = {name for target in _targets(assignment) for name, use in _uses(target) if use}
+        names = {name for target in _targets(assignment) for name, writes in _uses(target) if writes}
         if not names <= _names_in([value]) and all(map(_is_position, tests[-1:])):
             reset |= names
     for node in ast.walk(body[0]):
@@ -140,7 +160,7 @@ def lasting_variables(places: Places) -> frozenset[str]:
                 | ast.comprehension(target=target)
                 | ast.withitem(optional_vars=ast.expr() as target)
             ):
-                reset |= {name for name, use in _uses(target) if use}
+                reset |= {name for name, writes in _uses(target) if writes}
     return frozenset(name for name in written if reset.isdisjoint((*owners_of(name), name)))
 
 
@@ -155,7 +175,7 @@ def _is_position(test: ast.expr) -> bool:
     return False
 
 
-def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[str]:
+def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[tuple[str, bool]]:
     file, line = place
     scope, *inner = _inside_scope(file, line)
     loops = _loops_around(file, line)
@@ -167,14 +187,14 @@ def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterat
         conditions += [*_skips(loop, line), *(_leaving(body) if update and loops else [])]
         carried = _carried(body, _names_in([*conditions, *(_sources(body) if update else [])]))
         # Local variables of a function without a loop do not outlive its call.
-        yield from carried if loops else (name for name in carried if owners_of(name))
+        yield from ((name, partly) for name, partly in carried.items() if loops or owners_of(name))
     for block in full[len(loops) :] if loops else []:
-        yield from _drawn(block)
+        yield from ((name, False) for name in _drawn(block))
 
 
 def _drawn(block: ast.AST) -> Iterator[str]:
     """Yield the variables whose next item ``block`` takes by ``next``, and which it does not write."""
-    written = {name for name, use in _uses(block) if use}
+    written = {name for name, writes in _uses(block) if writes}
     for node in ast.walk(block):
         match node:
             case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source) not in {"", *written}:
@@ -235,17 +255,64 @@ def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
     return {name for node in nodes for name, _ in _uses(node, results=True)}
 
 
-def _carried(block: ast.AST, wanted: set[str]) -> list[str]:
-    """Return the names on which ``wanted`` depends in ``block``, and which it reads before it writes them."""
-    uses = list(_uses(block))
+def _carried(block: ast.AST, wanted: set[str]) -> dict[str, bool]:
+    """Return the names on which ``wanted`` depends in ``block``, and which it reads before it writes them.
+
+    The value is True if some steps write the variable first (``PlacedVariable.partly``).
+    """
     for expression in _followed(block, wanted):
         wanted |= _names_in([expression])
-    written = {name for name, use in uses if use}
+    items = list(_items(block))
+    written = {name for name, writes in _flat(items) if writes}
+    always, sometimes = _first_uses(items, set()), _first_uses(items, written)
+    found = [name for name, writes in sometimes.items() if not writes and name in wanted & written]
+    return {name: always[name] for name in found}
+
+
+def _first_uses(items: Iterable[_Item], varying: set[str]) -> dict[str, bool]:
+    """Return whether the first use of each name is a write. A name is left out if not every step uses it.
+
+    Args:
+        varying: variables that differ from step to step. Of an ``if`` that depends on one of them, each step takes
+            another branch. What a branch of another ``if`` writes counts as written.
+    """
     first: dict[str, bool] = {}
-    for name, use in uses:
-        if use is not _Use.WRITE_IN_BRANCH:
-            first.setdefault(name, use > 0 or any(first.get(owner, False) for owner in owners_of(name)))
-    return [name for name, writes in first.items() if not writes and name in wanted & written]
+    _follow(items, varying, first, {})
+    return first
+
+
+def _follow(
+    items: Iterable[_Item], varying: set[str], first: dict[str, bool], known: dict[str, dict[str, bool]]
+) -> None:
+    """Add the first uses in ``items`` to ``first``.
+
+    Args:
+        known: what the branches before have written, by their condition.
+    """
+    for item in items:
+        if not isinstance(item, _Branches):
+            name, writes = item
+            first.setdefault(name, writes or any(first.get(owner, False) for owner in owners_of(name)))
+            continue
+        condition = _text_of(item.test)
+        branches = {**known.get(condition, {}), **first}, dict(first)
+        for uses, branch in zip(item.uses, branches, strict=True):
+            _follow(uses, varying, branch, known)
+        known[condition] = {name: True for name, writes in branches[0].items() if writes}
+        first |= {name: False for branch in branches for name, writes in branch.items() if not writes}
+        tested = {owner for name in _names_in([item.test]) for owner in (name, *owners_of(name))}
+        if varying.isdisjoint(tested):
+            written = set(branches[0]) | set(branches[1])
+        else:
+            stay = [set(branch) for branch, leaves in zip(branches, item.leave, strict=True) if not leaves]
+            written = set.intersection(*(stay or map(set, branches)))
+        first.update((name, True) for name in written if name not in first)
+
+
+def _text_of(test: ast.expr) -> str:
+    """Return a text that is equal for equal conditions. A call of the script may have another value each time."""
+    called = any(isinstance(node, CallWithBody) for node in ast.walk(test))
+    return f"{id(test)}" if called else ast.unparse(test)
 
 
 @cache
@@ -351,8 +418,22 @@ def _targets(node: _Assignment) -> Iterable[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
-def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, _Use]]:
-    """Yield the variables that ``node`` uses, in the order of execution, and how.
+def _uses(node: ast.AST, *, results: bool = False) -> Iterator[_Use]:
+    """Yield the uses of :func:`_items`, one after the other."""
+    return _flat(_items(node, results=results))
+
+
+def _flat(items: Iterable[_Item]) -> Iterator[_Use]:
+    for item in items:
+        if isinstance(item, _Branches):
+            for uses in item.uses:
+                yield from _flat(uses)
+        else:
+            yield item
+
+
+def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
+    """Yield the variables that ``node`` uses, in the order of execution, and whether it writes them.
 
     An attribute of a variable is a variable of its own (``self.tick``), and so is an element with a constant text as
     its key (``seen["x"]``). Another element is a part of its container.
@@ -361,71 +442,61 @@ def _uses(node: ast.AST, *, results: bool = False) -> Iterator[tuple[str, _Use]]
         results: of the body of a called function, only use what its value depends on.
     """
     match node:
+        case ast.If():
+            yield from _items(node.test, results=results)
+            body, other = (
+                [item for part in branch for item in _items(part)] for branch in (node.body, node.orelse)
+            )
+            yield _Branches(node.test, (body, other), (_leaves_turn(node.body), _leaves_turn(node.orelse)))
         case ast.AugAssign():
-            yield from ((name, _Use.READ) for name, _ in _uses(node.target))
-            yield from _uses(node.value)
-            yield from _uses(node.target)
+            yield from ((name, False) for name, _ in _uses(node.target))
+            yield from _items(node.value)
+            yield from _items(node.target)
         case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
             if node.value is not None:
-                yield from _uses(node.value, results=results)
+                yield from _items(node.value, results=results)
             for target in _targets(node):
-                yield from _uses(target)
-        case ast.If():
-            yield from _uses(node.test, results=results)
-            yield from _uses_of_branches(node)
+                yield from _items(target)
         case ast.For():
             for part in (node.iter, node.target, *node.body, *node.orelse):
-                yield from _uses(part)
+                yield from _items(part)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             own = {name for each in node.generators for name, _ in _uses(each.target)}
             for child in ast.iter_child_nodes(node):
                 inside = _uses(child, results=results)
                 yield from (use for use in inside if own.isdisjoint((use[0], *owners_of(use[0]))))
         case ast.Name():
-            yield node.id, _Use.of(node.ctx)
+            yield node.id, isinstance(node.ctx, ast.Store)
         case ast.Attribute() if name := chain(node):
             if not isinstance(node.value, ast.Name):
-                yield from _uses(node.value)
-            yield name, _Use.of(node.ctx)
+                yield from _items(node.value)
+            yield name, isinstance(node.ctx, ast.Store)
         case ast.Subscript(slice=ast.Constant(value=str(key))) if chain(node.value) and not set(key) & set(
             '"[]'
         ):
-            if not isinstance(node.ctx, ast.Load):
-                yield chain(node.value), _Use.READ
-            yield f'{chain(node.value)}["{key}"]', _Use.READ if isinstance(node.ctx, ast.Load) else _Use.WRITE
+            writes = not isinstance(node.ctx, ast.Load)
+            if writes:
+                yield chain(node.value), False
+            yield f'{chain(node.value)}["{key}"]', writes
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
-            yield from _uses(node.slice, results=results)
-            yield from ((name, _Use.of(node.ctx)) for name, _ in _uses(node.value))
+            yield from _items(node.slice, results=results)
+            yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in _uses(node.value))
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
-                yield from _uses(part)
+                yield from _items(part)
         case ast.Call(func=ast.Attribute(attr=attribute, value=owner)) if (
             attribute in _FILLS and not results and chain(owner)
         ):
             for child in ast.iter_child_nodes(node):
-                yield from _uses(child)
-            yield chain(owner), _Use.WRITE
+                yield from _items(child)
+            yield chain(owner), True
         case CallWithBody() if results:
             for part in node.results():
-                yield from _uses(part, results=True)
+                yield from _items(part, results=True)
         case _:
             for child in ast.iter_child_nodes(node):
-                yield from _uses(child, results=results)
+                yield from _items(child, results=results)
 
 
-def _uses_of_branches(node: ast.If) -> Iterator[tuple[str, _Use]]:
-    """Yield the variables that the branches of an ``if`` use, and at the end, as written, those that a branch writes.
-
-    What one branch writes, the other one may read from before the ``if`` (``late = 0`` and ``late += 1``). What a
-    branch reads after it has written it counts as a write there: the value is not from before the ``if``.
-    """
-    written: dict[str, None] = {}
-    for branch in (node.body, node.orelse):
-        here: set[str] = set()
-        for name, use in (use for part in branch for use in _uses(part)):
-            if use is _Use.WRITE:
-                here.add(name)
-            known = use is _Use.WRITE or not here.isdisjoint((*owners_of(name), name))
-            yield name, _Use.WRITE_IN_BRANCH if known else use
-        written.update(dict.fromkeys(here))
-    yield from ((name, _Use.WRITE) for name in written)
+def _leaves_turn(branch: Sequence[ast.stmt]) -> bool:
+    return bool(branch) and isinstance(branch[-1], (*_LEAVES, ast.Raise))

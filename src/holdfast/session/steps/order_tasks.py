@@ -9,6 +9,8 @@ queued or a timer of the machine expires. This thread makes no decision.
 Invariants:
 1. Commands are executed in the order in which the machine returned them.
 2. A command is not executed if its fence is no longer in force when the task thread reaches the command.
+3. A fence aborts a block while the script still runs in it. While an order is carried out, the block makes no tentative
+   update whose copies the order has not seen (:meth:`OrderTasks.copy`).
 """
 
 from __future__ import annotations
@@ -61,6 +63,22 @@ class OrderTasks:
         self._report = report
         self._queue: deque[Task] = deque()
         self._due_s: dict[str, float] = {}
+        self._copying = threading.Lock()
+
+    def copy(self, make: Callable[[], None]) -> bool:
+        """Call ``make``, which copies the state that a tentative update of an open block is about to change.
+
+        An order reads the state itself where there is no copy, and may read it for seconds. So under a fence
+        nothing is copied, and the update must not be made.
+
+        Returns:
+            False under a fence.
+        """
+        with self._copying:
+            if self._worker.steps.fenced is not None:
+                return False
+            make()
+            return True
 
     @property
     def any(self) -> bool:
@@ -88,6 +106,8 @@ class OrderTasks:
             match task:
                 case CarryOut():
                     if self._is_in_force(task):
+                        with self._copying:  # copies that were begun before the fence are then complete
+                            pass
                         self.calls.carry_out(task)
                     self.end_serving(self._report(OrderEnded(task.order.settle.generation)))
                 case RefuseOrder():

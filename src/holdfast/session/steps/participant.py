@@ -432,6 +432,10 @@ class StepParticipant:
                 StepReached(member_id=self.member_id, generation=self.machine.generation, step=self.step)
             )
 
+    def copy(self, make: Callable[[], None]) -> bool:
+        """Copy the state that a tentative update changes (``OrderTasks.copy``). Return False under a fence."""
+        return self._tasks.copy(make)
+
     def retry_now(self) -> bool:
         """Let an aborted step run again in the same generation (ABORTED -> READY). Return False if a fence came."""
         with self.changed:

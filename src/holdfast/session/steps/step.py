@@ -39,7 +39,7 @@ from holdfast.session.steps.equal_updates import EqualUpdates
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
-from holdfast.session.steps.unassigned_variables import bind
+from holdfast.session.steps.unassigned_variables import bind, exchange
 from holdfast.session.steps.update_variables import UpdateVariables
 from holdfast.session.steps.voting import VoteCaster
 
@@ -178,6 +178,7 @@ class Step:
 
     def __enter__(self) -> Any:
         self.entered = True
+        exchange(inside=True)
         self._blocks.begin(self)
         return self.batch
 
@@ -185,6 +186,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         swallowed = self._blocks.end(self, error)
+        exchange(inside=False)
         if swallowed:
             self._blocks.set_aside(True)
             bind(trace)
@@ -420,7 +422,8 @@ class StepRunner:
             step.note_tentative(optimizer)
             self._prover.updates(step, step.tentative or optimizer)
             step.nonfinite = self._finite.look_within(optimizer) or step.nonfinite
-            self._adapter.record(optimizer)
+            if not self._rank.copy(partial(self._adapter.record, optimizer)):
+                raise StepAborted("a fault came before the update")
             return
         if step.scrap:
             return

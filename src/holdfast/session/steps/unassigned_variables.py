@@ -5,6 +5,10 @@ and Python offers no way to skip that code. An assignment such as ``loss = train
 ``print(loss)`` without ``if step.committed:`` would end the job with an error that a run without faults does not have.
 Therefore each name that the rest of the block would have assigned, and that has no value yet, gets a
 :class:`NotComputed`. This object is a nan that accepts every operation on a result, and warns the user once.
+
+A block that uses such a variable must not compute with a nan: the variable has its value from an earlier block, or from
+code that does not run where a block runs again, and this process has run neither. So the placeholders are exchanged
+while a block is open: a :class:`NotAssigned` refuses every operation but that of a text.
 """
 
 from __future__ import annotations
@@ -14,16 +18,27 @@ import dis
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
+
+from holdfast.errors import StepError
+from holdfast.runtime.worker.script_frames import OURS, frames_outside
 
 log = logging.getLogger("holdfast")
 
 _WRITES_THROUGH = sys.version_info >= (3, 13)
 """True if a write into ``frame.f_locals`` changes the variable of the frame (Python 3.13 and later)."""
 
+_USES = (
+    "iter", "next", "len", "bool", "getitem", "setitem", "contains", "call", "float", "int", "index", "neg",
+    "eq", "ne", "lt", "le", "gt", "ge",
+    *(kind + name for kind in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "matmul", "pow")),
+)  # fmt: skip
+"""The operations that a :class:`NotAssigned` refuses, without their underscores."""
+
 _told: set[str] = set()
+_bound: set[str] = set()  # variables that may have a placeholder
 
 
 class NotComputed(float):
@@ -86,6 +101,33 @@ class NotComputed(float):
         return self
 
 
+class NotAssigned:
+    """The placeholder for a variable while a block is open. It can be printed; other operations raise a StepError.
+
+    Args:
+        name: the variable, named in the error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        """Return ``nan``."""
+        return "nan"
+
+
+def _refuse(unassigned: NotAssigned, *_: object) -> NoReturn:
+    raise StepError(
+        f"the block uses {unassigned._name!r}, to which this process has not assigned a value: an earlier block does, "
+        "or code that does not run where a block runs again (`if not step.again:`)",
+        hint="assign it in the block, or keep it in session(state={...}), or in s.own if it is of one rank",
+    )
+
+
+for _use in _USES:
+    setattr(NotAssigned, f"__{_use}__", _refuse)
+
+
 def bind(trace: TracebackType | None) -> None:
     """Assign a placeholder to each unset variable to which the rest of an aborted block would have assigned a value.
 
@@ -97,9 +139,33 @@ def bind(trace: TracebackType | None) -> None:
     frame = trace.tb_frame
     values = frame.f_locals
     unset = [name for name in _assigned_after(frame, trace.tb_lasti) if name not in values]
-    for name in unset:
-        values[name] = NotComputed(name)
-    if unset and not _WRITES_THROUGH:
+    _assign(frame, {name: NotComputed(name) for name in unset})
+    _bound.update(unset)
+
+
+def exchange(*, inside: bool) -> None:
+    """Exchange the placeholders in the frames of the script.
+
+    Args:
+        inside: a block begins, which must not compute with them. False: a block has ended.
+    """
+    if not _bound:
+        return
+    kind, other = (NotAssigned, NotComputed) if inside else (NotComputed, NotAssigned)
+    left: set[str] = set()
+    for frame in frames_outside((OURS,)):
+        values = frame.f_locals
+        found = [name for name in _bound if isinstance(values.get(name), other)]
+        _assign(frame, {name: kind(name) for name in found})
+        left.update(found)
+    _bound.intersection_update(left)
+
+
+def _assign(frame: FrameType, placeholders: Mapping[str, NotComputed | NotAssigned]) -> None:
+    if not placeholders:
+        return
+    frame.f_locals.update(placeholders)
+    if not _WRITES_THROUGH:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 

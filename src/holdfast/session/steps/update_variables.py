@@ -36,6 +36,7 @@ from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_frames import owners_of, position_of, values_of
 from holdfast.session.steps.deciding_variables import (
     VARIABLES_MAX,
+    PlacedVariable,
     Places,
     described,
     file_variables,
@@ -43,6 +44,7 @@ from holdfast.session.steps.deciding_variables import (
     placed_variables,
     places_in_script,
 )
+from holdfast.session.steps.unassigned_variables import NotAssigned
 
 log = logging.getLogger("holdfast")
 
@@ -93,6 +95,9 @@ class UpdateVariables:
         # Each name with the place of its function, and with the places from the update out to the loop.
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
         self._file_names: _Names = {}  # of variables that decide whether a file is saved
+        self._partly: set[str] = (
+            set()
+        )  # names of variables that some steps write first (`PlacedVariable.partly`)
         self._values: dict[str, _Plain] = {}  # in the open block
         self._generators: set[str] = set()
         self._began: dict[str, _Plain] = {}  # the first value of each variable in this process
@@ -116,17 +121,32 @@ class UpdateVariables:
         if not self._on:
             return
         self._warns = self._warns and not joins
+        try:
+            self._search()
+        except Exception as error:  # a defect of the search must not end a training, nor be hidden
+            log.warning(
+                "holdfast: variables on which the updates depend are not searched, so one that a new process begins "
+                "again is not noticed: please report %s: %s",
+                type(error).__name__,
+                error,
+                exc_info=True,
+            )
+
+    def _search(self) -> None:
         places = places_in_script()
-        self._names.update(self._undeclared(placed_variables(places, update=True), places))
+        placed = placed_variables(places, update=True)
+        found = self._undeclared(placed, places)
+        self._names.update(found)
+        self._partly |= found.keys() & {each.name for each in placed if each.partly}
         if self._warns:
             self._file_names = self._undeclared(file_variables(places), places)
 
-    def _undeclared(self, found: Iterable[tuple[str, tuple[str, int]]], places: Places) -> _Names:
+    def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> _Names:
         """Return the names, with their places, that are not known yet and are no state of the session."""
         return {
-            name: (place, places)
-            for name, place in found
-            if name not in self._names and not self._declared(name, place)
+            each.name: (each.place, places)
+            for each in found
+            if each.name not in self._names and not self._declared(each.name, each.place)
         }
 
     def passes_end(self) -> None:
@@ -149,7 +169,12 @@ class UpdateVariables:
             )
         if not self._names or self._values:
             return
-        values = _values(self._names)
+        # An array that some steps fill is often the data of one rank.
+        values = {
+            name: value
+            for name, value in _values(self._names).items()
+            if name not in self._partly or isinstance(value, _Plain)
+        }
         self._values = _plain(values)
         self._generators = {name for name, value in values.items() if isinstance(value, GeneratorType)}
         self._warn("the updates depend on", self._names, self._values)
@@ -159,7 +184,7 @@ class UpdateVariables:
     def _warn(self, what: str, names: _Names, values: Mapping[str, _Plain]) -> None:
         """Warn of the variables that have changed. The others may be settings, or caches of one value."""
         changed = [name for name, value in values.items() if self._began.setdefault(name, value) != value]
-        new = [name for name in changed if name not in self._told] if self._warns else []
+        new = [name for name in changed if name not in self._told | self._partly] if self._warns else []
         if new:
             self._told.update(new)
             log.warning(
@@ -280,6 +305,8 @@ def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
         elif _is_history(value):
             found[name] = _as_text(value)
+        elif isinstance(value, NotAssigned):
+            found[name] = "no value"  # only an earlier block assigns it, so a replacement has no value
     return found
 
 
