@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -732,3 +733,29 @@ def test_a_search_that_fails_ends_no_training_and_is_not_hidden(
                 job.update(batch)
     (said,) = [each.message for each in caplog.records if "are not searched" in each.message]
     assert "please report AttributeError: a defect" in said
+
+
+def test_a_number_that_a_resumed_job_sets_from_other_data_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Losses are often divided by the first loss. Regression: a resumed job used the first loss after the resume."""
+
+    def train(until: int) -> None:
+        job, first = Job(), None
+        arguments: dict[str, Any] = {"model": job.net, "optimizer": job.optimizer, "scheduler": job.scheduler}
+        with holdfast.session(**arguments, checkpoint=tmp_path) as s:
+            for step in s.steps(job.loader, until=until):
+                with step as batch:
+                    loss = (job.net(batch[0]) - batch[1]).square().mean()
+                    if first is None:
+                        first = loss.item()
+                    (loss / first).backward()
+                    job.optimizer.step()
+                    job.scheduler.step()
+                    job.optimizer.zero_grad()
+
+    train(3)
+    assert not [each for each in caplog.records if "until now" in each.message]
+    train(5)
+    (said,) = [each.message for each in caplog.records if "until now" in each.message]
+    assert re.search(r"the updates depend on first = [0-9.]+, until now on first = [0-9.]+\. What", said)

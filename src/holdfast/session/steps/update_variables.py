@@ -180,6 +180,27 @@ class UpdateVariables:
         self._warn("the updates depend on", self._names, self._values)
         if self.again and not joins:
             self.refuse()
+        self._warn_of_set_once()
+
+    def _warn_of_set_once(self) -> None:
+        """Warn of numbers that were the same in all steps of the job until now, if this process continues the job.
+
+        The script may set them once from data (the first loss). It may also have been started with another setting.
+        """
+        first, newest, _ = self._history
+        new = {
+            name: value
+            for name, value in self._values.items()
+            if isinstance(value, float) and first.get(name, value) == newest.get(name, value) != value
+        }
+        if new and self._continues and self._warns and self._told.isdisjoint(new):
+            self._told.update(new)
+            log.warning(
+                "holdfast: the updates depend on %s, until now on %s. What the script sets once from data is kept in "
+                "session(state={...}): a process that joins or resumes would set it again",
+                _shown(new),
+                _shown({name: newest[name] for name in new}),
+            )
 
     def _warn(self, what: str, names: _Names, values: Mapping[str, _Plain]) -> None:
         """Warn of the variables that have changed. The others may be settings, or caches of one value."""
