@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,8 @@ def test_an_optimizer_that_needs_no_gradients_is_no_mistake(tmp_path: Path) -> N
 
 def test_a_training_may_begin_with_blocks_that_leave_their_batch_out(tmp_path: Path) -> None:
     job = Job()
-    with holdfast.session(model=job.net, optimizer=job.optimizer, checkpoint=tmp_path) as s:
+    arguments: dict[str, Any] = {"model": job.net, "optimizer": job.optimizer, "scheduler": job.scheduler}
+    with holdfast.session(**arguments, checkpoint=tmp_path) as s:
         for step in s.steps(job.loader, until=5):
             with step as batch:
                 if step.number > 2:

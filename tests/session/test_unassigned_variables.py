@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from types import TracebackType
@@ -82,6 +83,15 @@ def test_a_block_does_not_compute_with_it(number: int) -> None:
     with Left():
         batches = [2.0]
     assert batches == [2.0]
+
+
+def test_an_attribute_of_a_variable_without_a_value_names_the_variable() -> None:
+    unassigned: Any = NotAssigned("x")
+    with pytest.raises(StepError, match="the block uses 'x', to which this process has not assigned a value"):
+        unassigned.to("cpu")
+    assert not hasattr(unassigned, "bit_generator") and isinstance(copy.copy(unassigned), NotAssigned)
+    with pytest.raises(StepError, match="the block uses 'x'"):
+        torch.ones(2) + unassigned
 
 
 def test_a_frame_further_out_has_it_too() -> None:

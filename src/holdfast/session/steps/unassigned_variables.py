@@ -115,10 +115,19 @@ class NotAssigned:
         """Return ``nan``."""
         return "nan"
 
+    def __getattr__(self, attribute: str) -> NoReturn:
+        """Raise an error, because the value of the variable may have the attribute: ``x.to(device)``."""
+        _refuse(self, kind=_UnassignedAttributeError)
 
-def _refuse(unassigned: NotAssigned, *_: object) -> NoReturn:
-    raise StepError(
-        f"the block uses {unassigned._name!r}, to which this process has not assigned a value: an earlier block does, "
+
+class _UnassignedAttributeError(StepError, AttributeError):
+    """The error for an attribute of a variable without a value. ``hasattr`` answers False."""
+
+
+def _refuse(unassigned: NotAssigned, *_: object, kind: type[StepError] = StepError) -> NoReturn:
+    name = vars(unassigned).get("_name", "")
+    raise kind(
+        f"the block uses {name!r}, to which this process has not assigned a value: an earlier block does, "
         "or code that does not run where a block runs again (`if not step.again:`)",
         hint="assign it in the block, or keep it in session(state={...}), or in s.own if it is of one rank",
     )
