@@ -86,7 +86,7 @@ samples:  ## kills of random ranks and stops over the samples of the documents, 
 storm: venv  ## second and third kills inside every phase of a recovery, then a kill every 2 s for 5 minutes (15 minutes)
 	$(VENV)/bin/python -m tests.soak.storm
 
-partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
+partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (a quarter of an hour, root)
 	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s
 
 nemesis: venv  ## three hosts with ranks: cut, slow and torn networks, stopped and killed processes, full and frozen disks (30 minutes, root; MINUTES=5, SEED=2)
