@@ -51,6 +51,11 @@ def no_leaf(value: Any, path: str) -> Plain:
     return None
 
 
+def tensor_value(stands_for: Plain) -> dict[str, Plain]:
+    """Return the plain value that stands for a tensor; ``stands_for`` is its name, or what ``leaf`` has returned."""
+    return {MARK: "tensor", "v": stands_for}
+
+
 def split(value: Any, path: str, leaf: Leaf = no_leaf) -> Plain:
     """Return ``value`` with each tensor replaced by the value that ``leaf`` returns for it.
 
@@ -82,9 +87,9 @@ class _Splitter:
             raise StateError(f"{path}: more than {NODES_MAX} values", hint="keep large state in tensors")
         stands_for = self._leaf(value, path)
         if isinstance(stands_for, InOrder):
-            return {MARK: "tensor", "v": stands_for.stands_for, ORDER: list(stands_for.order)}
+            return {**tensor_value(stands_for.stands_for), ORDER: list(stands_for.order)}
         if stands_for is not None:
-            return {MARK: "tensor", "v": stands_for}
+            return tensor_value(stands_for)
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes, np.float64):
             return value

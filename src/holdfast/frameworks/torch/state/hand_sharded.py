@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CheckpointMismatch
-from holdfast.frameworks.common.state_tree import MARK, Plain
+from holdfast.frameworks.common.state_tree import Plain, tensor_value
 from holdfast.frameworks.torch.state.boxes import TORCH_DTYPES, declare, region_of
 from holdfast.store.layouts.layout import Box, Catalogue, TensorEntry
 from holdfast.store.layouts.layout_completion import PREFIX, SHARDED, optimizer_of, parameter_of
@@ -59,7 +59,7 @@ class HandCut:
         """
         entries = self._apart.get(f"{prefix}.{parameter}", ())
         if not entries or self._world_size == 1:
-            return {**items, **{key: _tensor(entry) for key, entry in entries if key not in items}}
+            return {**items, **{key: tensor_value(entry.fqn) for key, entry in entries if key not in items}}
         if self._catalogue.world != self._world_size:
             raise CheckpointMismatch(
                 f"{entries[0][1].fqn}: the optimizer kept it on some of {plural(self._catalogue.world, 'rank')}, and "
@@ -74,7 +74,7 @@ class HandCut:
                 hint="keep each value of a parameter's state as a tensor",
             )
         own = [(key, entry) for key, entry in entries if self._rank in self._holders(entry)]
-        return {key: items.get(key, _tensor(entry)) for key, entry in own}
+        return {key: items.get(key, tensor_value(entry.fqn)) for key, entry in own}
 
     @cached_property
     def _apart(self) -> dict[str, list[tuple[str, TensorEntry]]]:
@@ -153,8 +153,3 @@ class HandCut:
         if all(box.sizes == entry.shape for box in boxes):
             return False
         return boxes != {box for box, _ in self._catalogue.boxes(of_parameter)}
-
-
-def _tensor(entry: TensorEntry) -> Plain:
-    """Return the plain value that stands for a tensor of the state."""
-    return {MARK: "tensor", "v": entry.fqn}

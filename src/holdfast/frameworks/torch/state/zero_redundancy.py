@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.errors import StateError
-from holdfast.frameworks.common.state_tree import MARK, Leaf, Plain
+from holdfast.frameworks.common.state_tree import Leaf, Plain, tensor_value
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
 from holdfast.frameworks.torch.state.optimizer_state import OptimizerState, local_part, parameters_of
 from holdfast.store.layouts.layout import Catalogue
@@ -113,5 +113,5 @@ class ZeroState(OptimizerState):
         for entry in catalogue.tensors:
             fqn, _, key = entry.fqn.removeprefix(f"{self.prefix}.").rpartition(".")
             if entry.fqn.startswith(f"{self.prefix}.") and fqn in own:
-                found.setdefault(fqn, {})[key] = {MARK: "tensor", "v": entry.fqn}
+                found.setdefault(fqn, {})[key] = tensor_value(entry.fqn)
         return super().prepare({**saved, "state": found}, catalogue, targets, cuts)
