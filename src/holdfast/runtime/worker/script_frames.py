@@ -123,10 +123,11 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
     frames = frames[outer[0] if outer else 0 :]
     for name in filter(None, names):
         owner, *parts = _PARTS.findall(name)
-        scopes = (scope for frame in frames for scope in (frame.f_locals, frame.f_globals))
-        value = next((scope[owner] for scope in scopes if owner in scope), _MISSING)
         if ":" in owner:
             value = _value_outside(owner)
+        else:
+            scopes = (scope for frame in frames for scope in (frame.f_locals, frame.f_globals))
+            value = next((scope[owner] for scope in scopes if owner in scope), _MISSING)
         for part in parts:
             if not part.startswith("["):
                 value = getattr(value, part, _MISSING)

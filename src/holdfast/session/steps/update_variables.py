@@ -94,10 +94,10 @@ class UpdateVariables:
         self._warns = warns
         # Each name with the place of its function, and with the places from the update out to the loop.
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
-        self._file_names: _Names = {}  # of variables that decide whether a file is saved
-        self._partly: set[str] = (
-            set()
-        )  # names of variables that some steps write first (`PlacedVariable.partly`)
+        self._file_names: dict[
+            str, tuple[tuple[str, int], Places]
+        ] = {}  # they decide whether a file is saved
+        self._partly: set[str] = set()  # some steps write them first (`PlacedVariable.partly`)
         self._values: dict[str, _Plain] = {}  # in the open block
         self._generators: set[str] = set()
         self._began: dict[str, _Plain] = {}  # the first value of each variable in this process
@@ -139,7 +139,7 @@ class UpdateVariables:
         self._names.update(found)
         self._partly |= found.keys() & {each.name for each in placed if each.partly}
         if self._warns:
-            self._file_names = self._undeclared(file_variables(places), places)
+            self._file_names.update(self._undeclared(file_variables(places), places))
 
     def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> _Names:
         """Return the names, with their places, that are not known yet and are no state of the session."""
@@ -163,10 +163,8 @@ class UpdateVariables:
         Raises:
             StepError: this process continues the job, and a variable has begun again.
         """
-        if self._warns and self._file_names:
-            self._warn(
-                "whether a file is saved depends on", self._file_names, _plain(_values(self._file_names))
-            )
+        if self._warns and (names := {n: at for n, at in self._file_names.items() if n not in self._told}):
+            self._warn("whether a file is saved depends on", names, _plain(_values(names)))
         if not self._names or self._values:
             return
         # An array that some steps fill is often the data of one rank.
