@@ -341,6 +341,18 @@ def test_an_object_that_a_resumed_job_does_not_have_ends_it_by_name(
     assert f"StepError: {said}" in output and not ended, output
 
 
+def test_a_count_that_begins_at_an_epoch_of_the_scripts_own_file_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the count was neither at its first value nor at the right one: other weights, exit code 0."""
+    run(tmp_path, "naive", "recounted", monkeypatch, code=Exit.REQUEUE, STOP="8")
+    output, ended = run(tmp_path, "naive", "recounted", monkeypatch, code=Exit.BAD_INPUT)
+    assert re.search(
+        r"StepError: the updates depend on count = 5; at the step before: count = [78]\.", output
+    ), output
+    assert not ended
+
+
 def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.runtime.worker.script_frames import owners_of, values_of
 from holdfast.session.steps.deciding_variables import (
+    counts,
     deciding_variables,
     described,
     file_variables,
@@ -155,6 +156,24 @@ def test_variables_that_no_epoch_sets(tmp_path: Path, code: str) -> None:
     text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
     (file := tmp_path / "train.py").write_text(text)
     assert lasting_variables(((str(file), 7),)) == set(LASTING[code])
+
+
+COUNTS: dict[str, tuple[str, ...]] = {
+    "optimizer.step()\ntick += 1\ncount += 1": ("tick",),
+    "optimizer.step()\nif step.committed:\n    tick = tick + len(batch)": ("tick",),
+    "optimizer.step()\nstate.seen += 1\nsteps['all'] += 1": ("state.seen", 'steps["all"]'),
+    "optimizer.step()\nstate = made()\nstate.seen += 1": (),
+    "optimizer.step()\nif loss < best:\n    best, late = loss, 0\nelse:\n    late += 1": (),
+    "optimizer.step()\nfor tick in (1, 2):\n    tick += 1": (),
+    "optimizer.step()\nleft -= 1\nlong *= 2\nlast = tick + 1": (),
+}
+
+
+@pytest.mark.parametrize("code", COUNTS)
+def test_variables_that_a_loop_only_adds_to(tmp_path: Path, code: str) -> None:
+    text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
+    (file := tmp_path / "train.py").write_text(text)
+    assert counts(((str(file), 7),)) == set(COUNTS[code])
 
 
 FILES: dict[str, tuple[str, ...]] = {

@@ -256,7 +256,13 @@ def test_a_count_that_begins_again_in_a_resumed_job_is_refused(newest: int, ende
         loop(resumed(8, newest, ended=ended), 8, 0, 9)
 
 
+def test_a_count_that_a_resumed_job_begins_in_the_middle_is_refused() -> None:
+    with pytest.raises(StepError, match=r"depend on seen = 5; at the step before: seen = 7\."):
+        loop(resumed(8, 7), 8, 5, 9)
+
+
 def test_a_count_that_goes_on_or_began_with_an_epoch_or_is_of_one_rank_is_not_refused() -> None:
+    loop(resumed(8, 7), 8, 7, 9)
     loop(resumed(8, 7), 8, 8, 9)
     loop(resumed(8, 0), 8, 0, 9)
     epochs(resumed(8, 7, ended=True), 8, 0, 9)

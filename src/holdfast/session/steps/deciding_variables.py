@@ -139,29 +139,70 @@ def lasting_variables(places: Places) -> frozenset[str]:
     The outermost loop, with the bodies of the functions that it calls, writes them only from their own values, or under
     conditions that are not about the position in an epoch.
     """
-    place = places[-1]
-    loops = _loops_around(*place)
-    body = with_bodies(place, loops, places[:-1])[:1]
-    if not body:
-        return frozenset()
-    written = {name for name, writes in _uses(body[0]) if writes}
-    reset: set[str] = set()
-    for assignment, tests in _assigned(body[0]):
+    loop = _outermost(places)
+    reset = _names_of_items(loop)
+    for assignment, tests in _assigned(loop):
         value = _value(assignment)
         if value is None or isinstance(assignment, ast.AugAssign):
             continue
-        names = {name for target in _targets(assignment) for name, writes in _uses(target) if writes}
+        names = _written(_targets(assignment))
         if not names <= _names_in([value]) and all(map(_is_position, tests[-1:])):
             reset |= names
-    for node in ast.walk(body[0]):
+    return _without(_written([loop]), reset)
+
+
+@cache
+def counts(places: Places) -> frozenset[str]:
+    """Return the names of variables at the outermost of ``places`` that the loop only adds to (``seen += 1``)."""
+    loop = _outermost(places)
+    others = _names_of_items(loop)
+    added: set[str] = set()
+    for assignment, _ in _assigned(loop):
+        names = _written(_targets(assignment))
+        if _is_sum(assignment):
+            added |= names
+        else:
+            others |= names
+    return _without(added, others)
+
+
+def _outermost(places: Places) -> ast.AST:
+    """Return the outermost loop around ``places``, with the bodies of the functions that it calls."""
+    loops = with_bodies(places[-1], _loops_around(*places[-1]), places[:-1])
+    return loops[0] if loops else ast.Module([], [])
+
+
+def _names_of_items(loop: ast.AST) -> set[str]:
+    """Return the variables that take one item after the other, or the result of a ``with``."""
+    found: set[str] = set()
+    for node in ast.walk(loop):
         match node:
             case (
                 ast.For(target=target)
                 | ast.comprehension(target=target)
                 | ast.withitem(optional_vars=ast.expr() as target)
             ):
-                reset |= {name for name, writes in _uses(target) if writes}
-    return frozenset(name for name in written if reset.isdisjoint((*owners_of(name), name)))
+                found |= _written([target])
+    return found
+
+
+def _is_sum(assignment: _Assignment) -> bool:
+    """Return whether the assignment adds to its variable: ``n += 1`` or ``n = n + 1``."""
+    match assignment:
+        case ast.AugAssign(op=ast.Add()):
+            return True
+        case ast.Assign(targets=[target], value=ast.BinOp(op=ast.Add(), left=left, right=right)):
+            return chain(target) in {chain(left), chain(right)} - {""}
+    return False
+
+
+def _written(nodes: Iterable[ast.AST]) -> set[str]:
+    return {name for node in nodes for name, writes in _uses(node) if writes}
+
+
+def _without(names: Iterable[str], left_out: set[str]) -> frozenset[str]:
+    """Return the names that are neither in ``left_out`` nor attributes or elements of variables in it."""
+    return frozenset(name for name in names if left_out.isdisjoint((*owners_of(name), name)))
 
 
 def _is_position(test: ast.expr) -> bool:

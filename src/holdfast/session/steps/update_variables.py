@@ -10,7 +10,8 @@ source is searched for such variables, and their values are compared:
   collectives in a block may be lost one after the other, before any vote. The state holds the values at the first step
   of the job and at the newest one. A variable that has its first value again, but had another one at the step before,
   is refused. If an epoch ended with that step, the variable may count the steps of an epoch. Then it is refused only if
-  the source shows that no epoch sets it.
+  the source shows that no epoch sets it. A whole number to which the loop only adds is refused if it is smaller than at
+  the step before: the script may begin its count at an epoch of a checkpoint of its own.
 
 A warning names the variables when they change for the first time, before any fault. Another warning names variables
 that decide whether a file is saved (the best result so far): a new process would replace the file of the best result.
@@ -38,6 +39,7 @@ from holdfast.session.steps.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
     Places,
+    counts,
     described,
     file_variables,
     lasting_variables,
@@ -221,22 +223,25 @@ class UpdateVariables:
 
     def _begun_again(self) -> dict[str, _Plain]:
         """Return the values of the variables that have begun again."""
-        first, newest, ended = self._history
         here = {name: self._at_end.get(name, value) for name, value in self._values.items()}
-        return {
-            name: value
-            for name, value in here.items()
-            if first.get(name) == value != newest.get(name, value)
-            and not (ended and name not in lasting_variables(self._names[name][1]))
-        }
+        return {name: value for name, value in here.items() if self._has_begun_again(name, value)}
+
+    def _has_begun_again(self, name: str, value: _Plain) -> bool:
+        first, newest, ended = self._history
+        before, places = newest.get(name, value), self._names[name][1]
+        if type(value) is type(before) is int and value < before and name in counts(places):
+            return True
+        return first.get(name) == value != before and not (ended and name not in lasting_variables(places))
 
     def refuse(self) -> NoReturn:
         """Raise a StepError that names the variables that have begun again."""
-        again, newest = self._begun_again(), self._history.newest
+        again, (first, newest, _) = self._begun_again(), self._history
+        at_first = all(first.get(name) == value for name, value in again.items())
+        begun = ", as at the first step of the job" if at_first else ""
         raise StepError(
-            f"the updates depend on {_shown(again)}, as at the first step "
-            f"of the job; at the step before: {_shown({name: newest[name] for name in again})}. This process "
-            "continues the job, and begins with the variables of a start",
+            f"the updates depend on {_shown(again)}{begun}; at the step before: "
+            f"{_shown({name: newest[name] for name in again})}. This process continues the job, and the script does "
+            "not continue with these values",
             hint=f"{HINT}; session(verify_block=0) leaves out this check",
         )
 
