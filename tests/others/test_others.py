@@ -353,6 +353,29 @@ def test_a_count_that_begins_at_an_epoch_of_the_scripts_own_file_ends_the_run_by
     assert not ended
 
 
+@pytest.mark.parametrize(
+    ("place", "name", "first"), [("temperature", "raw.temperature", "1.0"), ("dropout", "raw.drop.p", "0.4")]
+)
+def test_a_plain_attribute_of_a_module_that_a_new_process_does_not_have_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str, first: str
+) -> None:
+    """Regression: the attribute began again without a word, exit code 0."""
+    output, ended = run(
+        tmp_path / "killed", "naive", "tempered", monkeypatch, code=Exit.BAD_INPUT, PLACE=place, KILL="1:5"
+    )
+    said = (
+        rf"the updates depend on variables of the script \(here .*{name} = .* \(tempered.py:\d+\)\), and not"
+    )
+    assert re.search(f"StepError: step 5: {said}", output) and not ended, output
+    where = tmp_path / "stopped"
+    run(where, "naive", "tempered", monkeypatch, code=Exit.REQUEUE, PLACE=place, STOP="3")
+    output, ended = run(where, "naive", "tempered", monkeypatch, code=Exit.BAD_INPUT, PLACE=place)
+    assert f"StepError: the updates depend on {name} = {first}, as at the first step of the job" in output, (
+        output
+    )
+    assert not ended
+
+
 def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from holdfast.runtime.worker.script_frames import values_of
 from holdfast.session.steps.deciding_variables import deciding_variables, placed_variables, places_in_script
 
 CLASSES = """
+from torch import nn
+
+
 class Warmup:
     def __init__(self, inner=None):
         self.count, self.rate, self.inner = 0, 0.1, inner
@@ -65,6 +69,16 @@ class Momentum:
         self.seen += 1
         for parameter in parameters:
             parameter.add_(parameter.grad, alpha=1 / self.seen)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.tau, self.calls = nn.Dropout(0.1), 1.0, 0
+
+    def forward(self, batch):
+        self.calls += 1
+        return self.drop(batch) / self.tau
 
 
 def set_by(given):
@@ -150,6 +164,12 @@ FOUND: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nshare = 1 / seen\nkept.mul_(share).add_(1 - share)\nseen += 1": ("seen",),
     "optimizer.step()\nmean *= seen\nseen += 1": (),
     "optimizer.step()\nkept *= seen\nseen += 1": ("seen",),
+    "net(batch).backward()\noptimizer.step()\nnet.tau *= 0.9": ("net.tau",),
+    "wrapped(batch).backward()\noptimizer.step()\nnet.tau *= 0.9": ("net.tau",),
+    "twice(batch).backward()\noptimizer.step()\ntwice.module.module.tau *= 0.9": ("twice.module.module.tau",),
+    "loss.backward()\noptimizer.step()\nnet.drop.p = min(0.5, net.drop.p + 0.1)": ("net.drop.p",),
+    "loss.backward()\noptimizer.step()\nnet.drop.p = 0.1 * seen\nseen += 1": ("seen",),
+    "loss.backward()\noptimizer.step()\nnet.drop.p = 0.1 / step.number": (),
 }
 
 
@@ -178,11 +198,13 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     exec(compile(RATES, str(other), "exec"), vars(rates))
     adjust, adjust_deeply = rates.adjust, rates.adjust_deeply
     shows, seen = numbers_from(4), 1  # drawn from after the block
+    net = module.Net()
+    wrapped, twice = nn.DataParallel(net), nn.DataParallel(nn.DataParallel(module.Net()))
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]
     used = (outer, enclosed, own, set_by, shows, seen, rate_now, set_rate, counted, mean, numbers, bound)
-    assert all((*used, set_given, set_scaled, adjust, adjust_deeply)) and number == 0
+    assert all((*used, set_given, set_scaled, adjust, adjust_deeply, wrapped, twice)) and number == 0
 
 
 TRAINER = """

@@ -118,9 +118,7 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
             object has another ``self``.
     """
     found: dict[str, object] = {}
-    frames = list(frames_outside((OURS, *LIBRARIES)))
-    outer = [index for index, frame in enumerate(frames) if place and has_line(frame.f_code, *place)]
-    frames = frames[outer[0] if outer else 0 :]
+    frames = _frames_from(place)
     for name in filter(None, names):
         owner, *parts = _PARTS.findall(name)
         if ":" in owner:
@@ -136,6 +134,19 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
         if value is not _MISSING:
             found[name] = value
     return found
+
+
+def variable_of(value: object, place: tuple[str, int]) -> str:
+    """Return the name of a variable of the function at ``place``, or of its module, that has ``value``; empty: none."""
+    scopes = (scope for frame in _frames_from(place)[:1] for scope in (frame.f_locals, frame.f_globals))
+    return next((name for scope in scopes for name, each in scope.items() if each is value), "")
+
+
+def _frames_from(place: tuple[str, int] | None) -> list[FrameType]:
+    """Return the frames of the script from that of the function at ``place`` on; all of them if it is not there."""
+    frames = list(frames_outside((OURS, *LIBRARIES)))
+    outer = [index for index, frame in enumerate(frames) if place and has_line(frame.f_code, *place)]
+    return frames[outer[0] if outer else 0 :]
 
 
 def has_line(code: CodeType, file: str, line: int) -> bool:

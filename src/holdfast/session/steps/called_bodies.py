@@ -6,7 +6,9 @@ of that function. In the body, ``self`` becomes the object of the call. A parame
 argument, if the body does not assign it. Other parameters are assigned from the arguments.
 Other local names are renamed, because they end with the call. So are the variables of a function that has returned,
 and the global variables of another file: they get the name of that function or module. The name of a function is looked
-up in the running script, so the search needs the frames of the script on the stack.
+up in the running script, so the search needs the frames of the script on the stack. A call of a module that a library
+has wrapped (``DistributedDataParallel``, ``torch.compile``) counts as a call of the module in it, under the variable of
+the script that has this module, if there is one.
 
 Functions of libraries are left out, and so are functions below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies. The
 functions in which the update is made now are a part of the loop: they add nothing to the depth.
@@ -34,6 +36,7 @@ from holdfast.runtime.worker.script_frames import (
     name_of_self,
     name_outside,
     values_of,
+    variable_of,
 )
 
 DEPTH_MAX = 3
@@ -41,6 +44,8 @@ BODIES_MAX = 50
 LOCAL = "@"
 """Character in the new name of a local variable of a called function. No variable of a script has it."""
 
+_WRAPPED = ("module", "_orig_mod")
+"""Names under which wrappers hold their module."""
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
@@ -192,10 +197,38 @@ def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
         owner = ast.Name(name_of_self(chain(called), value.__self__), ast.Load())
         value = value.__func__
     elif value is not None and not _is_code(value):
-        kind = type(value)
-        value, owner = _static(kind, "forward") or _static(kind, "__call__"), called
+        wrapped = _unwrapped(value, called, place)
+        kind, owner = type(wrapped.module), wrapped.name
+        value = _static(kind, "forward") or _static(kind, "__call__")
     found = inspect.unwrap(value) if callable(value) else None
     return _Callee(found, owner, updates, given) if isinstance(found, FunctionType) else None
+
+
+class _Module(NamedTuple):
+    """A module, and the expression by which the script has it."""
+
+    module: object
+    name: ast.expr
+
+
+def _unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> _Module:
+    """Return the module in the wrappers of libraries around ``value``; ``value`` itself if it is no wrapper."""
+    found = _Module(value, name)
+    while is_of_library(found.module):
+        inner = getattr(found.module, "__dict__", {}).get("_modules", {})
+        key = next((key for key in _WRAPPED if key in inner), None)
+        if key is None or len(inner) > 1:
+            break
+        variable = variable_of(inner[key], place)
+        inside = ast.Attribute(found.name, key, ast.Load())
+        found = _Module(inner[key], ast.Name(variable, ast.Load()) if variable else inside)
+    return found
+
+
+def is_of_library(module: object) -> bool:
+    """Return whether ``module`` is a module whose ``forward`` is no code of the script."""
+    forward = _static(type(module), "forward")
+    return isinstance(forward, FunctionType) and not of_script(forward.__code__.co_filename)
 
 
 def _sees_callers(function: FunctionType) -> bool:

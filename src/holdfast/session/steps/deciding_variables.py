@@ -25,7 +25,15 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of, values_of
-from holdfast.session.steps.called_bodies import LOCAL, CallWithBody, chain, of_script, tree_of, with_bodies
+from holdfast.session.steps.called_bodies import (
+    LOCAL,
+    CallWithBody,
+    chain,
+    is_of_library,
+    of_script,
+    tree_of,
+    with_bodies,
+)
 
 Places = tuple[tuple[str, int], ...]
 
@@ -254,7 +262,7 @@ def _values(node: ast.AST) -> list[ast.AST]:
     A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
     a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
     An average of weights is moved by a product in place, of what is no number. An optimizer of the script moves weights
-    by anything in its ``step``.
+    by anything in its ``step``. An attribute of a library's module is a setting of the loss (``dropout.p``).
     """
     match node:
         case CallWithBody(updates=True, body=body):
@@ -270,6 +278,10 @@ def _values(node: ast.AST) -> list[ast.AST]:
             return list(arguments)
         case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
             return [value]
+        case (
+            ast.Assign(targets=[ast.Attribute() as target]) | ast.AugAssign(target=ast.Attribute() as target)
+        ) if is_of_library(_now(chain(target.value))):
+            return [target, node.value]
         case ast.Expr(value=ast.Call(func=ast.Name() | ast.Attribute() as called) as call) if (
             _SETS_RATES.search(_dotted(called))
         ):
@@ -278,7 +290,11 @@ def _values(node: ast.AST) -> list[ast.AST]:
 
 
 def _is_number(name: str) -> bool:
-    return isinstance(values_of([name]).get(name), int | float)
+    return isinstance(_now(name), int | float)
+
+
+def _now(name: str) -> object:
+    return values_of([name]).get(name)
 
 
 def _dotted(node: ast.expr) -> str:
