@@ -57,7 +57,7 @@ def prove(base: Path, layout: str, faults: list[InjectedFault]) -> DrillVerdict:
     return verdict
 
 
-@pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.more)])
+@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.more)])
 def test_ddp_loses_nothing(tmp_path: Path, each: int) -> None:
     """The faults are one of every ``each`` pairs, a loss of two ranks at once, and one at a random moment."""
     pairs = [replace(fault, step=SPACING * number) for number, fault in enumerate(pairwise("ddp")[::each], 1)]

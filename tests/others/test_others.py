@@ -207,7 +207,13 @@ def test_a_block_that_raises_only_when_it_runs_again_is_refused_by_name(
         pytest.param(
             "before", 5, "'slow' (lr 0.05)", "rank 1 steps 'fast' (lr 0.05)", marks=pytest.mark.more
         ),
-        ("rate", 4, "'fast' (lr 0.02)", "lr of 'fast' is 0.02 here and 0.01 on rank 1"),
+        pytest.param(
+            "rate",
+            4,
+            "'fast' (lr 0.02)",
+            "lr of 'fast' is 0.02 here and 0.01 on rank 1",
+            marks=pytest.mark.more,
+        ),
         pytest.param(
             "momentum",
             4,
@@ -324,7 +330,7 @@ def test_a_schedule_that_the_session_does_not_have_is_refused_at_its_first_move(
 @pytest.mark.parametrize(
     ("place", "name", "first"),
     [
-        ("behind", "schedule.count", "0.0"),
+        pytest.param("behind", "schedule.count", "0.0", marks=pytest.mark.more),
         pytest.param("average", "momenta", "'a generator that has not begun'", marks=pytest.mark.more),
         pytest.param("optimizer", "optimizer.count", "0", marks=pytest.mark.more),
         ("closure", "warmup:calls", "0.0"),
@@ -354,7 +360,11 @@ def test_a_count_that_begins_at_an_epoch_of_the_scripts_own_file_ends_the_run_by
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "first"), [("temperature", "raw.temperature", "1.0"), ("dropout", "raw.drop.p", "0.4")]
+    ("place", "name", "first"),
+    [
+        ("temperature", "raw.temperature", "1.0"),
+        pytest.param("dropout", "raw.drop.p", "0.4", marks=pytest.mark.more),
+    ],
 )
 def test_a_plain_attribute_of_a_module_that_a_new_process_does_not_have_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str, first: str
@@ -374,6 +384,32 @@ def test_a_plain_attribute_of_a_module_that_a_new_process_does_not_have_ends_the
         output
     )
     assert not ended
+
+
+@pytest.mark.parametrize(
+    ("name", "kill", "said"),
+    [
+        (
+            "positioned",
+            "1:5",
+            r"tokens.position = \d+, .*, as at the first step of the job; .*: tokens.position = \d+, ",
+        ),
+        (
+            "rolled",
+            "1:6",
+            "seen = 'a tensor of zeros', .*; at the step before: seen = 'a tensor with checksum ",
+        ),
+    ],
+)
+def test_a_variable_of_one_rank_that_a_new_process_does_not_have_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kill: str, said: str
+) -> None:
+    """Regression: the ranks differ in the variable, so nothing was refused: other weights, exit code 0."""
+    output, ended = run(tmp_path / "killed", "naive", name, monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    assert re.search(f"StepError: the updates depend on {said}", output) and not ended, output
+    run(tmp_path / "stopped", "naive", name, monkeypatch, code=Exit.REQUEUE, STOP="5")
+    output, ended = run(tmp_path / "stopped", "naive", name, monkeypatch, code=Exit.BAD_INPUT)
+    assert re.search(f"StepError: the updates depend on {said}", output) and not ended, output
 
 
 def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(

@@ -240,7 +240,7 @@ def test_the_position_of_a_loader_of_the_script_is_named_before_times() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("offset", [0, 1, 100])
+@pytest.mark.parametrize("offset", [1, *(pytest.param(count, marks=pytest.mark.more) for count in (0, 100))])
 def test_a_variable_that_counts_runs_of_blocks_is_named(
     caplog: pytest.LogCaptureFixture, offset: int, first: int, tmp_path: Path
 ) -> None:

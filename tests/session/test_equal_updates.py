@@ -31,9 +31,20 @@ class Numbers:
         """Return whether an object is a trainer, or in ``declared``: the tests declare those as state."""
         return isinstance(value, Trainer) or any(value is each for each in self.declared)
 
+    def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
+        """Return nothing: these tests have no tensors."""
+        return None
+
 
 class Trainer:
     """An object of the script that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Counter:
+    """An object of the script that counts, and is no state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -243,7 +254,7 @@ def resumed(step: int, seen: int, *, ended: bool = False, mixed: bool = False) -
     for rank in ranks:
         rank.checked.committed(ended=ended)
     after = Rank()
-    after.checked.variables.stand_at({"step": step, **ranks[0].checked.variables.kept()})
+    after.checked.variables.stand_at({"step": step, **ranks[0].checked.variables.kept()}, {})
     return after
 
 
@@ -267,6 +278,82 @@ def test_a_count_that_goes_on_or_began_with_an_epoch_or_is_of_one_rank_is_not_re
     loop(resumed(8, 0), 8, 0, 9)
     epochs(resumed(8, 7, ended=True), 8, 0, 9)
     loop(resumed(8, 7, mixed=True), 8, 0, 9)
+
+
+def of_one_rank(seen: int, *, ended: bool = False) -> Rank:
+    """Return a rank of a job that continues at step 8, whose ranks had different counts, this one ``seen``."""
+    ranks = [Rank(), Rank()]
+    told(ranks, loop(ranks[0], 0, 0, 1), loop(ranks[1], 0, 3, 1))
+    commit(ranks)
+    told(ranks, loop(ranks[0], 7, 0, 8), loop(ranks[1], 7, seen, 8))
+    kept = ranks[1].checked.variables.of_rank(ended=ended)
+    after = Rank()
+    after.checked.variables.stand_at(ranks[1].checked.variables.kept(), kept)
+    return after
+
+
+@pytest.mark.parametrize(("seen", "first"), [(3, ", as at the first step of the job"), (5, "")])
+def test_a_count_of_one_rank_that_begins_again_is_refused(seen: int, first: str) -> None:
+    with pytest.raises(
+        StepError, match=f"depend on seen = {seen}{first}; at the step before: seen = 9."
+    ) as caught:
+        loop(of_one_rank(9), 8, seen, 9)
+    assert "s.attach(NAME, object)" in str(caught.value.hint)
+
+
+def test_a_count_of_one_rank_that_goes_on_or_began_with_an_epoch_is_not_refused() -> None:
+    loop(of_one_rank(9), 8, 9, 9)
+    loop(of_one_rank(9), 8, 10, 9)
+    epochs(of_one_rank(9, ended=True), 8, 3, 9)
+
+
+def test_a_job_without_updates_at_a_step_keeps_the_values_of_the_step_before() -> None:
+    rank = of_one_rank(9)
+    kept = rank.checked.variables.of_rank(ended=False)
+    loop(rank, 8, 10, 9)
+    rank.checked.variables.voted(mixed=True)
+    rank.checked.committed(ended=False)
+    rank.checked.opens()
+    newest = rank.checked.variables.of_rank(ended=False)["update_variables"][1]
+    assert kept["update_variables"][1]["seen"] == 9 and newest["seen"] == 10
+
+
+def test_an_array_that_some_steps_fill_is_refused_where_it_is_empty_again() -> None:
+    """It is the data of each rank, so the ranks do not compare it."""
+
+    def train(rank: Rank, step: int, filled: float) -> None:
+        past = np.full(2, filled)
+        for number in (step,):
+            rank.checked.opens()
+            if number % 3 == 0:
+                past[number % 2] = rank.checked.variables.number() + 1
+            rank.numbers.of["d"] = [0.1]
+            if past.sum() < 99:
+                rank.checked.steps("d", "")
+            past = past + number
+
+    rank = Rank()
+    train(rank, 4, 0.5)
+    assert rank.checked.ballot(Ballot(step=4)).variables == 0
+    kept = rank.checked.variables.of_rank(ended=False)
+    goes_on, begins_again = Rank(), Rank()
+    goes_on.checked.variables.stand_at({}, kept)
+    begins_again.checked.variables.stand_at({}, kept)
+    train(goes_on, 5, 0.25)
+    with pytest.raises(StepError, match=r"past = 'an array \(2,\) of zeros'; at the step before: past = "):
+        train(begins_again, 5, 0.0)
+
+
+def test_an_object_that_the_session_keeps_for_each_rank_is_left_out() -> None:
+    rank, counter = Rank(), Counter()
+    rank.checked.variables.leave_out(counter)
+    for _ in range(2):
+        rank.checked.opens()
+        if counter.count < 99:
+            rank.numbers.of["d"] = [0.1]
+            rank.checked.steps("d", "")
+        counter.count += 1
+    assert rank.checked.variables.of_rank(ended=False) == {} and not rank.checked.variables.names()
 
 
 def both_replaced(step: int, seen: int, *, ended: bool = False) -> list[Rank]:

@@ -43,7 +43,9 @@ def steps(place: Path) -> list[int]:
     return sorted(int(p.name[5:13]) for p in place.glob("step-*"))
 
 
-@pytest.mark.parametrize("what", list(TIMES))
+@pytest.mark.parametrize(
+    "what", ["nan", *(pytest.param(what, marks=pytest.mark.more) for what in TIMES if what != "nan")]
+)
 def test_stop_ends_before_the_update_and_keeps_the_step_before(tmp_path: Path, what: str) -> None:
     with pytest.raises(NonFiniteError, match=r"step 5: the gradients hold inf or nan \(first in weight\)"):
         trained(tmp_path, what=what, nonfinite="stop")

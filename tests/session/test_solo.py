@@ -690,6 +690,21 @@ def test_a_variable_that_decides_whether_a_file_is_saved_is_named(
     assert "depends on best (test_solo.py:" in said and "session(state={...})" in said
 
 
+def test_what_the_session_keeps_for_a_rank_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a warning said that a new process begins with the ``own`` of a start."""
+    job = Job()
+    with holdfast.session(model=job.net, optimizer=job.optimizer, scheduler=job.scheduler) as s:
+        s.own, seen = 0, s.attach("seen", {"steps": 0})
+        for step in s.steps(job.loader, epochs=2):
+            with step as batch:
+                if s.own < 99 and seen["steps"] < 99:
+                    job.update(batch)
+                s.own = step.number + 1
+            if step.committed:
+                seen["steps"] += 1
+    assert not [each.message for each in caplog.records if "depend" in each.message]
+
+
 def test_an_early_stop_is_refused_where_the_job_stopped_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     """The new process runs the code after the loop first, and its count has left its first value at the next step."""
 

@@ -71,7 +71,7 @@ class Job:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("cut", [3, 4, 6])
+@pytest.mark.parametrize("cut", [4, *(pytest.param(cut, marks=pytest.mark.more) for cut in (3, 6))])
 def test_goes_on_bit_for_bit(tmp_path: Path, cut: int, inside: bool) -> None:
     whole, again, twice = Job(), Job(), Job()
     whole.train(9, inside=inside)

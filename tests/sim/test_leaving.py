@@ -21,7 +21,7 @@ from holdfast.sim.sim_agent import SimAgent
 from holdfast.sim.sim_result import SimResult
 from holdfast.sim.world import World, run_sim
 
-SEEDS = 120
+SEEDS = 60
 SPARE = NodeId("n9")
 RANKS, PER_NODE = 12, 6  # on two nodes
 

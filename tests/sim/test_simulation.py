@@ -20,7 +20,7 @@ from holdfast.sim.sim_result import SimResult
 from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import World, run_sim
 
-SEEDS = 200
+SEEDS = 120
 SIZES = (4, 4, 4, 6, 8, 8, 12, 16)
 LARGE = (32, 64, 128, 256, 512, 1024)
 EXPECTED = {

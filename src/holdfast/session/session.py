@@ -167,6 +167,7 @@ class Session(ScriptLoops):
         self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
+        self._blocks.variables.leave_out(self)  # Session.own
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
         plan_ahead = self._verifier.slice  # the first plan takes long: no vote should wait for it
         self._entered = True
@@ -299,7 +300,8 @@ class Session(ScriptLoops):
         self._loops.stand_at(found.session, found.local, begun=found.begun, before=before)
         self._sections.stand_at(found.session)
         self._finite.stand_at(found.session)
-        self._blocks.variables.stand_at(found.session)
+        same = self._workers_then(found.session) == self._adapter.world_size * self._parts
+        self._blocks.variables.stand_at(found.session, found.local if same else {})
 
     def _open(self) -> None:
         rank, saver = self._rank, self._saver
@@ -431,6 +433,7 @@ class Session(ScriptLoops):
         """
         self._require_entered()
         self._loops.mine.attach(name, item, self._loops.walk.slot.way)
+        self._blocks.variables.leave_out(item)
         return item
 
     def redo(self) -> None:
@@ -535,7 +538,10 @@ class Session(ScriptLoops):
         Return the rank-local values of the next step for the status page; None: unchanged.
         """
         self._tier.foresee(self._rank.step)
-        return self._loops.foresee()
+        return self._loops.foresee(self._of_updates())
+
+    def _of_updates(self) -> dict[str, Any]:
+        return self._blocks.variables.of_rank(ended=self._loops.ends_epoch)
 
     def before_ready(self, tally: Tally) -> bytes | None:
         """Record the data position, publish a changed layout, and keep the state in memory if due, before the commit.
@@ -544,7 +550,7 @@ class Session(ScriptLoops):
             Rank-local values for the status page; None: unchanged.
         """
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
-        payload = self._loops.note()
+        payload = self._loops.note(self._of_updates())
         following = self.step + 1
         with self._reading(following):
             self._votes.tell()

@@ -244,7 +244,13 @@ class DescribesUpdates(Protocol):
         """
 
     def declares(self, value: object) -> bool:
-        """Return whether the session keeps the plain attributes of the object ``value`` in its state."""
+        """Return whether the state of the session has the tensor ``value``, or the attributes of this object."""
+
+    def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
+        """Return the content of a tensor in the memory of the processor.
+
+        None: ``value`` is no such tensor, or is larger than ``size_bytes_max``.
+        """
 
 
 @runtime_checkable

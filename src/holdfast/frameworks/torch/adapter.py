@@ -49,6 +49,7 @@ from holdfast.frameworks.torch.state.parameter_names import (
 from holdfast.frameworks.torch.state.rng import RandomNumbers, generator_digests
 from holdfast.frameworks.torch.state.snapshot import Snapshot
 from holdfast.frameworks.torch.state.state import TorchCollected, TorchRestore, TorchState
+from holdfast.frameworks.torch.state.tensor_content import content_of
 from holdfast.frameworks.torch.state.tensor_digest import digest_of
 from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 from holdfast.frameworks.torch.state.weight_swap import WeightSample
@@ -313,8 +314,12 @@ class TorchAdapter:
         return scheduled_settings(self.state.optimizers[optimizer].optimizer)
 
     def declares(self, value: object) -> bool:
-        """Return whether the session keeps the plain attributes of the object ``value``."""
+        """Return whether the state of the session has the tensor ``value``, or the attributes of this object."""
         return self.state.declares(value)
+
+    def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
+        """Return the content of a small tensor in the memory of the processor; None: ``value`` is none."""
+        return content_of(value, size_bytes_max)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""

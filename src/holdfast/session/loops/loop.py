@@ -651,10 +651,18 @@ class Loops:
             self.local["drawn"] = self._proof.record
         return self._payload(self.local)
 
-    def foresee(self) -> bytes | None:
+    @property
+    def ends_epoch(self) -> bool:
+        """True if the step whose block is open ends an epoch."""
+        return self._feed is not None and self._feed.last_in_epoch
+
+    def foresee(self, of_updates: Mapping[str, Plain]) -> bytes | None:
         """Return, before the vote, the next step's rank-local values for the status page; None: unchanged.
 
         A rank that is lost during the update can no longer report them.
+
+        Args:
+            of_updates: rank-local values of the check of the updates.
         """
         self._after = None if self._feed is None else self._feed.local_state()
         values = (
@@ -662,7 +670,7 @@ class Loops:
             ("attached", self.mine.attached() or None),
             ("loader", self._after),
         )
-        local = {key: value for key, value in values if value is not None}
+        local = {**{key: value for key, value in values if value is not None}, **of_updates}
         return self._payload(local) if local else None
 
     def taken_over(self) -> bytes | None:
@@ -676,13 +684,17 @@ class Loops:
             local["drawn"] = self._proof.record
         return self._payload(local) if local else None
 
-    def note(self) -> bytes | None:
-        """Set the place of the job after this step. Return rank-local values for the status page; None: unchanged."""
+    def note(self, of_updates: Mapping[str, Plain]) -> bytes | None:
+        """Set the place of the job after this step. Return rank-local values for the status page; None: unchanged.
+
+        Args:
+            of_updates: see :meth:`foresee`.
+        """
         try:
             attached = self.mine.attached()
         except UsageError:  # the update is made: the error follows where the script asks for the next step
             attached = cast("dict[str, Any]", self.local.get("attached", {}))
-        self.local = self.mine.entries(attached)
+        self.local = {**self.mine.entries(attached), **of_updates}
         if self._feed is not None:
             self.place["at"] = self._feed.place()
             if self._after is not None:

@@ -8,16 +8,15 @@ source is searched for such variables, and their values are compared:
 - between the ranks, when a replacement votes for the first time (``equal_updates.py``);
 - with the state, in a process that continues the job, and where all ranks are replacements: ranks that make other
   collectives in a block may be lost one after the other, before any vote. The state holds the values at the first step
-  of the job and at the newest one. A variable that has its first value again, but had another one at the step before,
-  is refused. If an epoch ended with that step, the variable may count the steps of an epoch. Then it is refused only if
-  the source shows that no epoch sets it. A whole number to which the loop only adds is refused if it is smaller than at
-  the step before: the script may begin its count at an epoch of a checkpoint of its own.
+  of the job and at the newest one (``variable_history.py``);
+- with the rank-local values, if the ranks have different values. These hold the values of each rank in the same way.
+  Arrays that only some steps fill are often the data of one rank, so they are only compared in this way.
 
 A warning names the variables when they change for the first time, before any fault. Another warning names variables
 that decide whether a file is saved (the best result so far): a new process would replace the file of the best result.
 The weights do not depend on them, so nothing is refused.
 
-Invariant: nothing is refused after the ranks have differed in the values. Then the variables are those of each rank.
+Invariant: after the ranks have differed in the values, each rank is compared only with itself.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from types import GeneratorType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -39,14 +38,13 @@ from holdfast.session.steps.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
     Places,
-    counts,
     described,
     file_variables,
-    lasting_variables,
     placed_variables,
     places_in_script,
 )
 from holdfast.session.steps.unassigned_variables import NotAssigned
+from holdfast.session.steps.variable_history import ZEROS, PlainValue, VariableHistory
 
 log = logging.getLogger("holdfast")
 
@@ -57,24 +55,15 @@ TEXT_LENGTH_MAX = 200
 TEXT_LENGTH_SHOWN = 60
 BYTES_MAX = 1 << 20
 LENGTH_MAX = 1000
+HINT_OF_RANK = (
+    "keep a value of one rank in s.own or by s.attach(NAME, object) (numbers and lists in its attributes), or compute "
+    "it from step.number"
+)
 _Names = Mapping[str, tuple[tuple[str, int], Places]]
 HINT = (
     "keep what decides about an update in session(state={...}) (a dict that the code changes after "
     "`if step.committed:`), or compute it from step.number"
 )
-_Plain = bool | int | float | str
-
-
-class _History(NamedTuple):
-    """The values of variables at the first step of the job and at the newest one.
-
-    Attributes:
-        ended: an epoch ended with the newest step.
-    """
-
-    first: Mapping[str, _Plain] = {}
-    newest: Mapping[str, _Plain] = {}
-    ended: bool = False
 
 
 class UpdateVariables:
@@ -100,19 +89,22 @@ class UpdateVariables:
             str, tuple[tuple[str, int], Places]
         ] = {}  # they decide whether a file is saved
         self._partly: set[str] = set()  # some steps write them first (`PlacedVariable.partly`)
-        self._values: dict[str, _Plain] = {}  # in the open block
         self._generators: set[str] = set()
-        self._began: dict[str, _Plain] = {}  # the first value of each variable in this process
+        self._began: dict[str, PlainValue] = {}  # the first value of each variable in this process
         self._told: set[str] = set()
-        self._history = _History()
-        self._at_end: dict[str, _Plain] = {}  # values at the end of the loop of the loaded state
-        self._continues = False  # this process has not committed a step after it has taken over the history
+        self._left_out: list[object] = []  # objects whose attributes the session keeps for each rank
+        self._history = VariableHistory()  # of the variables that the ranks compare
+        self._of_rank = VariableHistory()  # of all variables
         self.mixed = False
         self.met = False
 
+    def leave_out(self, item: object) -> None:
+        """Leave out the attributes of ``item``: the session keeps them for each rank."""
+        self._left_out.append(item)
+
     def opens(self) -> None:
         """Record that a block begins."""
-        self._values = {}
+        self._history.values = self._of_rank.values = {}
 
     def search(self, *, joins: bool) -> None:
         """Search the source for variables on which the optimizer that now steps for the first time depends.
@@ -156,8 +148,9 @@ class UpdateVariables:
 
         The source has not been searched yet, so the names are those of the state.
         """
-        if self._continues:
-            self._at_end = _plain(values_of(self._history.newest))
+        for history in (self._history, self._of_rank):
+            if history.continues:
+                history.passes_end(_plain(values_of(history.newest), self._source))
 
     def look(self, *, joins: bool) -> None:
         """Read the values at the first update of a block.
@@ -166,43 +159,45 @@ class UpdateVariables:
             StepError: this process continues the job, and a variable has begun again.
         """
         if self._warns and (names := {n: at for n, at in self._file_names.items() if n not in self._told}):
-            self._warn("whether a file is saved depends on", names, _plain(_values(names)))
-        if not self._names or self._values:
+            self._warn("whether a file is saved depends on", names, _plain(_values(names), self._source))
+        if not self._names or self._of_rank.values:
             return
-        # An array that some steps fill is often the data of one rank.
-        values = {
+        found = _values(self._names)
+        self._of_rank.values = _plain(found, self._source)
+        self._history.values = {
             name: value
-            for name, value in _values(self._names).items()
-            if name not in self._partly or isinstance(value, _Plain)
+            for name, value in self._of_rank.values.items()
+            # An array that some steps fill is often the data of one rank.
+            if name not in self._partly or isinstance(found[name], PlainValue)
         }
-        self._values = _plain(values)
-        self._generators = {name for name, value in values.items() if isinstance(value, GeneratorType)}
-        self._warn("the updates depend on", self._names, self._values)
+        self._generators = {name for name, value in found.items() if isinstance(value, GeneratorType)}
+        self._warn("the updates depend on", self._names, self._history.values)
         if self.again and not joins:
             self.refuse()
+        if again := self._of_rank.begun_again(self._places):
+            self._refuse(again, self._of_rank, HINT_OF_RANK)
         self._warn_of_set_once()
+
+    @property
+    def _places(self) -> dict[str, Places]:
+        return {name: places for name, (_, places) in self._names.items()}
 
     def _warn_of_set_once(self) -> None:
         """Warn of numbers that were the same in all steps of the job until now, if this process continues the job.
 
         The script may set them once from data (the first loss). It may also have been started with another setting.
         """
-        first, newest, _ = self._history
-        new = {
-            name: value
-            for name, value in self._values.items()
-            if isinstance(value, float) and first.get(name, value) == newest.get(name, value) != value
-        }
-        if new and self._continues and self._warns and self._told.isdisjoint(new):
+        new = self._history.set_once()
+        if new and self._history.continues and self._warns and self._told.isdisjoint(new):
             self._told.update(new)
             log.warning(
                 "holdfast: the updates depend on %s, until now on %s. What the script sets once from data is kept in "
                 "session(state={...}): a process that joins or resumes would set it again",
                 _shown(new),
-                _shown({name: newest[name] for name in new}),
+                _shown({name: self._history.newest[name] for name in new}),
             )
 
-    def _warn(self, what: str, names: _Names, values: Mapping[str, _Plain]) -> None:
+    def _warn(self, what: str, names: _Names, values: Mapping[str, PlainValue]) -> None:
         """Warn of the variables that have changed. The others may be settings, or caches of one value."""
         changed = [name for name, value in values.items() if self._began.setdefault(name, value) != value]
         new = [name for name in changed if name not in self._told | self._partly] if self._warns else []
@@ -219,35 +214,24 @@ class UpdateVariables:
     @property
     def again(self) -> bool:
         """True if this process continues the job, and a variable has begun again in the open block."""
-        return self._continues and bool(self._begun_again())
-
-    def _begun_again(self) -> dict[str, _Plain]:
-        """Return the values of the variables that have begun again."""
-        here = {name: self._at_end.get(name, value) for name, value in self._values.items()}
-        return {name: value for name, value in here.items() if self._has_begun_again(name, value)}
-
-    def _has_begun_again(self, name: str, value: _Plain) -> bool:
-        first, newest, ended = self._history
-        before, places = newest.get(name, value), self._names[name][1]
-        if type(value) is type(before) is int and value < before and name in counts(places):
-            return True
-        return first.get(name) == value != before and not (ended and name not in lasting_variables(places))
+        return bool(self._history.begun_again(self._places))
 
     def refuse(self) -> NoReturn:
         """Raise a StepError that names the variables that have begun again."""
-        again, (first, newest, _) = self._begun_again(), self._history
-        at_first = all(first.get(name) == value for name, value in again.items())
-        begun = ", as at the first step of the job" if at_first else ""
+        self._refuse(self._history.begun_again(self._places), self._history, HINT)
+
+    def _refuse(self, again: Mapping[str, PlainValue], history: VariableHistory, hint: str) -> NoReturn:
+        begun = ", as at the first step of the job" if history.has_first_values(again) else ""
         raise StepError(
             f"the updates depend on {_shown(again)}{begun}; at the step before: "
-            f"{_shown({name: newest[name] for name in again})}. This process continues the job, and the script does "
-            "not continue with these values",
-            hint=f"{HINT}; session(verify_block=0) leaves out this check",
+            f"{_shown({name: history.newest[name] for name in again})}. This process continues the job, and the "
+            "script does not continue with these values",
+            hint=f"{hint}; session(verify_block=0) leaves out this check",
         )
 
     def number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the values; 0: there are none."""
-        return identified(repr(sorted(self._values.items())).encode()) if self._values else 0
+        return identified(repr(sorted(self._history.values.items())).encode()) if self._history.values else 0
 
     def numbers(self) -> dict[str, int]:
         """Return a number for each value in the open block, by the name of the variable.
@@ -256,30 +240,42 @@ class UpdateVariables:
         """
         return {
             name: identified(repr(value).encode())
-            for name, value in self._values.items()
+            for name, value in self._history.values.items()
             if name not in self._generators
         }
 
     def voted(self, *, mixed: bool) -> None:
         """Record that a vote has passed. ``mixed``: the ranks have different values."""
         self.mixed = self.mixed or mixed
-        self.met = self.met or bool(self._values)
+        self.met = self.met or bool(self._history.values)
 
     def committed(self, *, ended: bool) -> None:
         """Record that the step is committed. ``ended``: an epoch ends with it."""
-        if self._values:
-            self._history = _History(self._history.first or self._values, self._values, ended)
-        self._continues = False
+        self._history.committed(ended=ended)
+        self._of_rank.committed(ended=ended)
 
-    def stand_at(self, session: Mapping[str, Any]) -> None:
-        """Take over the values of variables from ``session``, the plain values of the state."""
-        said = session.get(KEY)
-        if isinstance(said, list) and len(said) == len(_History._fields):
-            self._history, self._continues = _History(*said), True
+    def stand_at(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        """Take over the values of variables from the plain values of the state: of the session, and of this rank."""
+        self._history.stand_at(session.get(KEY))
+        self._of_rank.stand_at(local.get(KEY))
 
     def kept(self) -> dict[str, Any]:
         """Return the values of variables under ``KEY``, for the state; empty: there are none, or of one rank each."""
-        return {KEY: list(self._history)} if self._history.first and not self.mixed else {}
+        return {KEY: self._history.kept()} if self._history.newest and not self.mixed else {}
+
+    def of_rank(self, *, ended: bool) -> dict[str, Any]:
+        """Return the values under ``KEY`` for the rank-local values of the step after the open block.
+
+        They are empty if all variables are compared between the ranks.
+
+        Args:
+            ended: an epoch ends with the open block.
+        """
+        newest = self._of_rank.values or self._of_rank.newest
+        compared = self._history.values or self._history.newest
+        if not newest or (not self.mixed and newest.keys() == compared.keys()):
+            return {}
+        return {KEY: self._of_rank.kept_after(ended=ended)}
 
     def names(self) -> str:
         """Return the names of the variables as text; empty: there are none."""
@@ -288,12 +284,14 @@ class UpdateVariables:
     def described(self) -> str:
         """Return the variables, their values and the places in the script as text."""
         where = "".join({f" ({described(places)})" for _, places in self._names.values()})
-        return f"{_shown(self._values) or 'none'}{where}"
+        return f"{_shown(self._history.values) or 'none'}{where}"
 
     def _declared(self, name: str, place: tuple[str, int]) -> bool:
-        """Return whether a list or array, or an owner of an attribute (``self.rate``), is state of the session."""
+        """Return whether the value, or an owner of the attribute (``self.rate``), is state of the session."""
         found = values_of([*owners_of(name), name], place)
-        values = [value for each, value in found.items() if each != name or _is_history(value)]
+        values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
+        if any(value is item for value in found.values() for item in self._left_out):
+            return True
         source = self._source
         return source is not None and any(source.declares(value) for value in values)
 
@@ -314,12 +312,15 @@ def _values(names: _Names) -> dict[str, object]:
     return found
 
 
-def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
+def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dict[str, PlainValue]:
     """Return the bools, numbers and short strings in ``values``, and texts for generators, lists and arrays of such.
 
     Other values may be state of the session.
+
+    Args:
+        source: the adapter, which has the contents of tensors.
     """
-    found: dict[str, _Plain] = {}
+    found: dict[str, PlainValue] = {}
     for name, value in values.items():
         if isinstance(value, bool) or (isinstance(value, str) and len(value) <= TEXT_LENGTH_MAX):
             found[name] = value
@@ -331,6 +332,8 @@ def _plain(values: Mapping[str, object]) -> dict[str, _Plain]:
             found[name] = _as_text(value)
         elif isinstance(value, NotAssigned):
             found[name] = "no value"  # only an earlier block assigns it, so a replacement has no value
+        elif source is not None and (content := source.content_of(value, BYTES_MAX)) is not None:
+            found[name] = f"a tensor {_content_as_text(content)}"
     return found
 
 
@@ -346,7 +349,7 @@ def _is_history(value: object) -> bool:
 def _as_text(value: Any) -> str:
     """Return a text that differs for other elements of an array, list or deque."""
     if isinstance(value, np.ndarray):
-        return f"an array {value.shape} with checksum {zlib.crc32(value.tobytes()):08x}"
+        return f"an array {value.shape} {_content_as_text(value.tobytes())}"
     text = repr(list(value))
     return (
         text
@@ -355,5 +358,9 @@ def _as_text(value: Any) -> str:
     )
 
 
-def _shown(values: Mapping[str, _Plain]) -> str:
+def _content_as_text(content: bytes) -> str:
+    return f"with checksum {zlib.crc32(content):08x}" if content.strip(b"\0") else ZEROS
+
+
+def _shown(values: Mapping[str, PlainValue]) -> str:
     return ", ".join(f"{name} = {value!r}" for name, value in list(values.items())[:VARIABLES_MAX])

@@ -338,15 +338,26 @@ class TorchState:
     def declares(self, value: object) -> bool:
         """Return whether ``value`` is a schedule, the scaler, a parameter group or one of the user's own values.
 
-        Values inside of these values count as well.
+        Values inside of these values count as well, and so do the tensors of modules and of objects with a state.
 
         Modules and optimizers are not: their state does not have their plain attributes.
         """
         if isinstance(value, torch.nn.Module | Optimizer):
             return False
+        if isinstance(value, torch.Tensor) and self._has_tensor(value):
+            return True
         groups = (group for each in self.optimizers.values() for group in each.optimizer.param_groups)
         items = (self.scaler, *groups, *self.schedulers.values(), *_nested(self.extras))
         return any(value is item for item in items)
+
+    def _has_tensor(self, tensor: torch.Tensor) -> bool:
+        live = *self.names.parameters.values(), *(slot.get() for slot in self.names.buffers)
+        of_objects = (arrays_in(item.state_dict(), name) for name, item in self.objects().items())
+        others = (array for arrays in of_objects for _, array in arrays if isinstance(array, torch.Tensor))
+        # A state dict has other tensor objects, which share the memory.
+        return any(tensor is each for each in live) or any(
+            tensor.data_ptr() == each.data_ptr() for each in others if each.numel()
+        )
 
     def trained(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train (:func:`trained_by`)."""

@@ -1,0 +1,27 @@
+"""The content of small tensors as bytes, read without an operation of torch."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+def content_of(value: object, size_bytes_max: int) -> bytes | None:
+    """Return the content of a plain tensor in the memory of the processor.
+
+    An operation of torch would be seen by the modes that are active in a block, so the memory is read.
+
+    Args:
+        value: any object.
+        size_bytes_max: largest content that is read.
+
+    Returns:
+        The content in the order of the elements. None: ``value`` is no such tensor, is a parameter, is not contiguous,
+        or is larger.
+    """
+    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+        return None
+    if value.nbytes > size_bytes_max or not value.is_contiguous():
+        return None
+    return ctypes.string_at(value.data_ptr(), value.nbytes) if value.nbytes else b""

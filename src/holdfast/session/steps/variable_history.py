@@ -1,0 +1,115 @@
+"""The values of variables at the first step of a job and at the newest one, and the variables that have begun again.
+
+Theory. A process that continues a job runs the script from its top. A variable that has its first value again there,
+but had another one at the step before, has begun again. If an epoch ended with that step, the variable may count the
+steps of an epoch. Then it has begun again only if the source shows that no epoch sets it. A whole number to which the
+loop only adds has also begun again if it is smaller than at the step before: the script may begin its count at an epoch
+of a checkpoint of its own. An array has begun again if it has only zeros, and had other numbers at the step before: the
+script fills it at some steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from holdfast.session.steps.deciding_variables import Places, counts, lasting_variables
+
+PlainValue = bool | int | float | str
+ZEROS = "of zeros"
+"""The end of the text for an array or tensor that has only zeros."""
+
+
+class _Record(NamedTuple):
+    """The values of variables at the first step of the job and at the newest one.
+
+    Attributes:
+        ended: an epoch ended with the newest step.
+    """
+
+    first: Mapping[str, PlainValue] = {}
+    newest: Mapping[str, PlainValue] = {}
+    ended: bool = False
+
+
+class VariableHistory:
+    """The history of some variables of one job.
+
+    Attributes:
+        values: the values at the first update of the open block; empty: it has made no update.
+        continues: this process has taken over the history, and has not committed a step since.
+    """
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, PlainValue] = {}
+        self.continues = False
+        self._record = _Record()
+        self._at_end: Mapping[str, PlainValue] = {}  # values at the end of the loop of the loaded state
+
+    @property
+    def newest(self) -> Mapping[str, PlainValue]:
+        """The values at the newest step of the job; of a job that this process continues: at the step before."""
+        return self._record.newest
+
+    def stand_at(self, kept: object) -> None:
+        """Take over the history in ``kept``, a result of :meth:`kept`. Another value is no history."""
+        if isinstance(kept, list) and len(kept) == len(_Record._fields):
+            self._record, self.continues = _Record(*kept), True
+
+    def passes_end(self, values: Mapping[str, PlainValue]) -> None:
+        """Take ``values`` for those with which this process continues: it is at the end of a loop.
+
+        The code after the loop may change the variables before the first update.
+        """
+        self._at_end = values
+
+    def begun_again(self, places: Mapping[str, Places]) -> dict[str, PlainValue]:
+        """Return the values in the open block of the variables that have begun again.
+
+        Args:
+            places: of each variable, the places from the update out to the loop.
+        """
+        if not self.continues:
+            return {}
+        here = {name: self._at_end.get(name, value) for name, value in self.values.items()}
+        return {
+            name: value for name, value in here.items() if self._has_begun_again(name, value, places[name])
+        }
+
+    def _has_begun_again(self, name: str, value: PlainValue, places: Places) -> bool:
+        before = self.newest.get(name, value)
+        if type(value) is type(before) is int and value < before and name in counts(places):
+            return True
+        may_begin = self._record.ended and name not in lasting_variables(places)
+        again = self._record.first.get(name) == value or (isinstance(value, str) and value.endswith(ZEROS))
+        return again and value != before and not may_begin
+
+    def has_first_values(self, values: Mapping[str, PlainValue]) -> bool:
+        """Return whether all ``values`` are those of the first step of the job."""
+        return all(self._record.first.get(name) == value for name, value in values.items())
+
+    def set_once(self) -> dict[str, PlainValue]:
+        """Return the numbers in the open block that differ from all steps before, in which they were the same."""
+        first, newest, _ = self._record
+        return {
+            name: value
+            for name, value in self.values.items()
+            if isinstance(value, float) and first.get(name, value) == newest.get(name, value) != value
+        }
+
+    def kept(self) -> list[Any]:
+        """Return the history for the state."""
+        return list(self._record)
+
+    def kept_after(self, *, ended: bool) -> list[Any]:
+        """Return the history for the state after the open block. ``ended``: an epoch ends with it."""
+        return list(self._next(ended=ended))
+
+    def committed(self, *, ended: bool) -> None:
+        """Record that the step of the open block is committed. ``ended``: an epoch ends with it."""
+        self._record, self.continues = self._next(ended=ended), False
+
+    def _next(self, *, ended: bool) -> _Record:
+        if not self.values:
+            return self._record
+        return _Record({**self.values, **self._record.first}, self.values, ended)

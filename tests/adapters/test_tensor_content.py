@@ -1,0 +1,44 @@
+"""The content of small tensors, read without an operation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from holdfast.frameworks.torch.adapter import TorchAdapter
+from holdfast.frameworks.torch.state.tensor_content import content_of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_content_of_each_dtype(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[1, 0], [2, 3]]).to(dtype)
+    content = content_of(tensor, 64)
+    assert content is not None and len(content) == tensor.nbytes
+    assert torch.equal(torch.frombuffer(bytearray(content), dtype=dtype).view(2, 2), tensor)
+
+
+def test_what_has_no_content() -> None:
+    assert content_of(torch.zeros(0), 64) == b""
+    with torch.device("meta"):
+        others = [torch.zeros(2), nn.Parameter(torch.zeros(2))]
+    others += [nn.Parameter(torch.zeros(2)), torch.zeros(4, 4).t(), torch.zeros(17), torch.eye(2).to_sparse()]
+    assert [content_of(each, 64) for each in (*others[:3], *others[4:])] == [None] * 5
+    assert content_of(torch.zeros(2, 3).t(), 64) is None and content_of(3.0, 64) is None
+
+
+def test_a_mode_in_a_block_sees_no_operation() -> None:
+    with FlopCounterMode(display=False) as mode:
+        content_of(torch.ones(3), 64)
+    assert not any(mode.get_flop_counts().get("Global", {}))
+
+
+def test_tensors_of_the_session_are_declared() -> None:
+    net, teacher = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    memory = {"rows": torch.ones(2)}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    adapter = TorchAdapter(net, optimizer, None, None, {"teacher": teacher, "memory": memory}, 0)
+    for kept in (net.running_mean, net.weight, teacher.running_mean, teacher.weight, memory["rows"]):
+        assert adapter.declares(kept)
+    assert not adapter.declares(torch.ones(2))
