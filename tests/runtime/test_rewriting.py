@@ -110,7 +110,9 @@ def test_the_users_table_is_passed_on_as_long_as_it_fits(tmp_path: Path) -> None
 SCRIPT = f"""
 import os, sys
 from pathlib import Path
-Path(sys.argv[0]).with_name(f"table-{{os.environ['RANK']}}").write_text(os.environ["RANK_TABLE_FILE"])
+place = Path(sys.argv[0]).with_name(f"table-{{os.environ['RANK']}}")
+place.with_suffix(".new").write_text(os.environ["RANK_TABLE_FILE"])
+place.with_suffix(".new").replace(place)  # the test must not read an empty file
 {LOOP}
 """
 
