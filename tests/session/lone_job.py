@@ -34,9 +34,10 @@ def main() -> None:
     with holdfast.session(model=model, optimizer=optimizer, state=state) as s:
         for step in s.steps(loader, epochs=1):
             with step as (x,):
+                model(x).square().sum().backward()
+                # The backward pass shows that the other rank is in its block: only there it can go back in place.
                 if KILLED_AT.get(step.number) == rank and first(Path(f"killed-{rank}")):
                     os.kill(os.getpid(), signal.SIGKILL)
-                model(x).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if rank == 0:
