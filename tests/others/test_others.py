@@ -412,6 +412,16 @@ def test_a_variable_of_one_rank_that_a_new_process_does_not_have_ends_the_run_by
     assert re.search(f"StepError: the updates depend on {said}", output) and not ended, output
 
 
+@pytest.mark.parametrize("place", ["tensor", pytest.param("objects", marks=pytest.mark.more)])
+def test_a_sum_that_only_the_first_block_makes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Regression: the check of the block made the sum without peers, and the training used it: no word, exit code 0."""
+    output, ended = run(tmp_path, "naive", "cached_sum", monkeypatch, code=Exit.BAD_INPUT, PLACE=place)
+    said = r"ImpureBlockError: step 0: run again on the same batch, .* \(the collectives that the script makes differ\)"
+    assert re.search(said, output) and not ended, output
+
+
 def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,9 @@ impure block still gives different results, and is refused before it has made an
 
 Variables on which the updates depend are compared as well: an array of past losses may begin to count only later.
 
+The collectives that the script itself makes are a result, too. A value that a check run has made without peers, and
+that the script keeps for later blocks, would be one of local data.
+
 Invariants:
 1. A check run changes nothing: its effects are undone like those of an aborted step.
 2. If the results agree, the number of check runs depends only on the step and the number of ranks. The ranks therefore
@@ -27,7 +30,7 @@ from collections.abc import Container, Iterator, Mapping
 from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.errors import ImpureBlockError
+from holdfast.errors import HoldfastError, ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
 from holdfast.session.steps.undeclared_state import UndeclaredState
@@ -181,9 +184,9 @@ class Prover:
         """Return the error in the place of ``error``, which ends the run for the job, if it comes from earlier runs.
 
         The first run of this block ended without an exception, and each later one with ``error``. So missing data of
-        peers does not explain it.
+        peers does not explain it. An error of Holdfast names its cause itself.
         """
-        if step.rehearsal or self._second != (step.number, type(error)):
+        if isinstance(error, HoldfastError) or step.rehearsal or self._second != (step.number, type(error)):
             return None
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         own = [frame for frame in frames if not frame.f_code.co_filename.startswith((*LIBRARIES, OURS))]

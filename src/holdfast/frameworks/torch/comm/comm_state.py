@@ -35,6 +35,7 @@ from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, StepError
 from holdfast.frameworks.common.adapter import Aborted, OnCollective, Unsevered
 from holdfast.frameworks.torch.comm.nccl_abort import Abort, Abortable
+from holdfast.frameworks.torch.comm.setup_record import place_in_script_of_call
 from holdfast.runtime.node.flight_recorder import Flight
 from holdfast.runtime.node.shm_allreduce import SharedMemoryAllReduce
 
@@ -370,6 +371,23 @@ class CommState:
         if getattr(self._local, "strict", 0):
             raise GroupAborted(f"{what}: nothing is kept of what it returned in the lost process")
 
+    def watch_calls(self, on: bool) -> None:
+        """Begin (``on``) or end the record of the collectives that the script makes on this thread."""
+        self._local.calls = [] if on else None
+
+    def note_call(self, what: str, *, by_function: bool = False) -> None:
+        """Record a collective that begins, if :meth:`watch_calls` records them and the script itself makes it.
+
+        ``by_function``: a function of ``torch.distributed`` has called this method.
+        """
+        calls = getattr(self._local, "calls", None)
+        if calls is not None and (place := place_in_script_of_call(by_function=by_function)):
+            calls.append(f"{what} {place}")
+
+    def calls(self) -> Sequence[str]:
+        """Return kind and place of the collectives that the script has made since :meth:`watch_calls`."""
+        return getattr(self._local, "calls", None) or ()
+
     # ------------------------------------------------------------------ works
 
     def begin(self, what: str, *, joint: bool = False) -> bool:
@@ -380,6 +398,7 @@ class CommState:
         Raises: StepError, PeerLost or GroupAborted if the collective is not allowed now, see :meth:`check`.
         """
         self.collectives += 1
+        self.note_call(what)
         if self._on_collective is not None:
             self.note_wait()
             self._waited.begin()

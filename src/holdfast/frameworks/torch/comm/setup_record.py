@@ -31,7 +31,7 @@ import torch
 from holdfast.frameworks.torch.comm.control_store import ControlClient
 from holdfast.frameworks.torch.nested_tensors import tensors_in
 from holdfast.runtime.node.rundir import write_private
-from holdfast.runtime.worker.script_frames import OURS
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, place_of
 
 BYTES_MAX = 16 << 20
 BYTES_IN_ALL_MAX = 64 << 20
@@ -145,16 +145,35 @@ def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
     return json.dumps([call.what, call.group, kinds]).encode()
 
 
-def _place(frame: FrameType | None) -> int | None:
-    """Return a number for the lines that call a function of ``torch.distributed``, which makes a collective.
+def place_in_script_of_call(*, by_function: bool) -> str:
+    """Return the line of the script that has called a function of ``torch.distributed``, which makes a collective.
 
-    None: neither the script nor a library other than torch calls it.
+    Empty: the script does not call it itself.
+
+    Args:
+        by_function: the caller of this function stands for such a function.
     """
-    by_function = False
+    frame = _caller(sys._getframe(1), by_function=by_function)
+    return "" if frame is None or frame.f_code.co_filename.startswith(LIBRARIES) else place_of(frame)
+
+
+def _caller(frame: FrameType | None, *, by_function: bool = False) -> FrameType | None:
+    """Return the frame outside of torch that calls a function of ``torch.distributed``; None: there is none."""
     while frame is not None and (file := frame.f_code.co_filename).startswith((*_CALLS, _HERE)):
         by_function = by_function or file.startswith(_CALLS)
         frame = frame.f_back
     if frame is None or not by_function or frame.f_code.co_filename.startswith((_TORCH, OURS)):
+        return None
+    return frame
+
+
+def _place(inner: FrameType | None) -> int | None:
+    """Return a number for the lines that call a function of ``torch.distributed``, which makes a collective.
+
+    None: neither the script nor a library other than torch calls it.
+    """
+    frame = _caller(inner)
+    if frame is None:
         return None
     found = 0
     while frame is not None:

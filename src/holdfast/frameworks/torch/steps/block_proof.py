@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,10 +48,13 @@ def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
             yield name, digest_of_tensor(parameter.grad)
 
 
-def computed_in(state: TorchState) -> dict[str, int]:
-    """Return digests of gradients, buffers and optimizer settings; empty if there is no gradient.
+def computed_in(state: TorchState, calls: Sequence[str]) -> dict[str, int]:
+    """Return digests of gradients, buffers, optimizer settings and collectives; empty if there is no gradient.
 
     Waits for the device.
+
+    Args:
+        calls: the collectives that the script has made without peers.
     """
     found = {f"the gradient of {name}": digest for name, digest in gradients_in(state)}
     if not found:
@@ -60,6 +63,8 @@ def computed_in(state: TorchState) -> dict[str, int]:
         live = slot.get()
         if live is not None:
             found[f"buffer {slot.fqn}"] = digest_of_tensor(live)
+    if calls:
+        found["the collectives that the script makes"] = digest_of_value(calls)
     return {**found, **dict(_settings_in(state))}
 
 
