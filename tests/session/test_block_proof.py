@@ -239,6 +239,22 @@ def test_the_position_of_a_loader_of_the_script_is_named_before_times() -> None:
                 script.learn(torch.tensor(batch))
 
 
+def test_a_variable_that_the_runs_have_not_assigned_is_no_cause() -> None:
+    """Regression: its placeholder has the methods of an iterator, so it was named as drawn from."""
+    script, shards = Script(), Shards()
+    with (
+        pytest.raises(ImpureBlockError) as caught,
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                script.learn(torch.tensor(shards.next_batch().tolist()))
+            if step.committed:
+                shown = step.number
+                print(shown)
+    assert "shards.current_position" in str(caught.value) and "shown" not in str(caught.value)
+
+
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("offset", [1, *(pytest.param(count, marks=pytest.mark.more) for count in (0, 100))])
 def test_a_variable_that_counts_runs_of_blocks_is_named(

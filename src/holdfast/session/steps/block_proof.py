@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.errors import HoldfastError, ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
+from holdfast.session.steps.unassigned_variables import NotAssigned
 from holdfast.session.steps.undeclared_state import UndeclaredState
 from holdfast.session.steps.update_variables import UpdateVariables
 
@@ -330,6 +331,8 @@ def _variables(frame: FrameType) -> _Variables:
     for name, value in {**variables, **{f"self.{name}": value for name, value in own.items()}}.items():
         if isinstance(value, _PLAIN) and not name.startswith("__"):
             plain[name] = value
+        elif isinstance(value, NotAssigned):
+            continue  # a placeholder, which has the methods of an iterator
         elif isinstance(value, Iterator | random.Random) or hasattr(value, "bit_generator"):
             drawing[name] = position_of(value) if isinstance(value, GeneratorType) else ""
         elif name != "self" and not _is_ours(value):
