@@ -422,6 +422,27 @@ def test_a_sum_that_only_the_first_block_makes_is_refused(
     assert re.search(said, output) and not ended, output
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("named", r'named\["position"\] = 16, .*; at the step before: .*named\["position"\] = \d+'),
+        pytest.param(
+            "pair",
+            r"pair = '\(0, 16\)', .*; at the step before: .*pair = '\(0, \d+\)'",
+            marks=pytest.mark.more,
+        ),
+    ],
+)
+def test_a_position_in_a_new_object_that_a_new_process_does_not_have_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, said: str
+) -> None:
+    """Regression: an element of a dict that each step makes, and a pair, were no variables: exit code 0."""
+    output, ended = run(
+        tmp_path, "naive", "rewound", monkeypatch, code=Exit.BAD_INPUT, KILL="1:5", PLACE=place
+    )
+    assert re.search(f"StepError: the updates depend on .*{said}", output) and not ended, output
+
+
 def test_a_count_that_no_rank_has_any_more_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

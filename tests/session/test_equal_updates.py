@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -387,6 +387,43 @@ def test_variables_are_named_once_for_all_optimizers(caplog: pytest.LogCaptureFi
             rank.checked.steps("g", "")
         count += 1
     assert len(caplog.messages) == 1 and "depend on count" in caplog.messages[0]
+
+
+PLAIN = {
+    "pair": ((1, 2), (1, 3)),
+    "none": (None, 2.5),
+    "numpy": (np.int64(2), np.int64(3)),
+    "nested": ({"data": [{"shard": 1}]}, {"data": [{"shard": 2}]}),
+    "subclass": (OrderedDict(seen=1), OrderedDict(seen=2)),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_plain_value_of_any_kind_is_compared(kind: str) -> None:
+    """Regression: a pair, a dict, a number of NumPy and None were no values, so nothing was compared."""
+    rank = Rank(first=True)
+    seen: Any = PLAIN[kind][0]
+    numbers: list[Mapping[str, int]] = []
+    for _ in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if seen != 99:
+            rank.checked.steps("d", "")
+        seen = PLAIN[kind][1]
+        numbers.append(rank.checked.variables.numbers())
+    assert set(numbers[0]) == set(numbers[1]) == {"seen"} and numbers[0] != numbers[1]
+
+
+@pytest.mark.parametrize("past", [[object()], [[[[[1]]]]], [0] * 2000, {"net": object()}])
+def test_a_container_of_objects_and_a_large_one_are_not_compared(past: Any) -> None:
+    rank = Rank(first=True)
+    for _ in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if past:
+            rank.checked.steps("d", "")
+        past = past.copy()
+        assert not rank.checked.variables.numbers()
 
 
 @pytest.mark.parametrize(

@@ -322,8 +322,9 @@ def _carried(block: ast.AST, wanted: set[str]) -> dict[str, bool]:
     items = list(_items(block))
     written = {name for name, writes in _flat(items) if writes}
     always, sometimes = _first_uses(items, set()), _first_uses(items, written)
-    found = [name for name, writes in sometimes.items() if not writes and name in wanted & written]
-    return {name: always[name] for name in found}
+    found = [name for name, writes in sometimes.items() if not writes and name in wanted]
+    # A new object has other attributes and elements.
+    return {name: always[name] for name in found if not written.isdisjoint((*owners_of(name), name))}
 
 
 def _first_uses(items: Iterable[_Item], varying: set[str]) -> dict[str, bool]:
@@ -544,6 +545,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
         case ast.Call(func=ast.Attribute(attr=attribute, value=owner)) if (
             attribute in _FILLS and not results and chain(owner)
         ):
+            yield chain(owner), False
             for child in ast.iter_child_nodes(node):
                 yield from _items(child)
             yield chain(owner), True

@@ -55,6 +55,8 @@ TEXT_LENGTH_MAX = 200
 TEXT_LENGTH_SHOWN = 60
 BYTES_MAX = 1 << 20
 LENGTH_MAX = 1000
+DEPTH_MAX = 3
+_CONTAINERS = (list, tuple, dict, deque)
 HINT_OF_RANK = (
     "keep a value of one rank in s.own or by s.attach(NAME, object) (numbers and lists in its attributes), or compute "
     "it from step.number"
@@ -168,7 +170,7 @@ class UpdateVariables:
             name: value
             for name, value in self._of_rank.values.items()
             # An array that some steps fill is often the data of one rank.
-            if name not in self._partly or isinstance(found[name], PlainValue)
+            if name not in self._partly or isinstance(found[name], PlainValue | np.generic | None)
         }
         self._generators = {name for name, value in found.items() if isinstance(value, GeneratorType)}
         self._warn("the updates depend on", self._names, self._history.values)
@@ -313,7 +315,7 @@ def _values(names: _Names) -> dict[str, object]:
 
 
 def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dict[str, PlainValue]:
-    """Return the bools, numbers and short strings in ``values``, and texts for generators, lists and arrays of such.
+    """Return the bools, numbers and short strings in ``values``, and texts for generators, arrays and containers.
 
     Other values may be state of the session.
 
@@ -322,10 +324,14 @@ def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dic
     """
     found: dict[str, PlainValue] = {}
     for name, value in values.items():
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, bool) or (isinstance(value, str) and len(value) <= TEXT_LENGTH_MAX):
             found[name] = value
         elif isinstance(value, int | float):
             found[name] = int(value) if isinstance(value, int) else float(value)  # no subclass of NumPy
+        elif value is None:
+            found[name] = "None"
         elif isinstance(value, GeneratorType):
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
         elif _is_history(value):
@@ -338,24 +344,50 @@ def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dic
 
 
 def _is_history(value: object) -> bool:
-    """Return whether ``value`` is an array, or a list or deque of numbers and strings, small enough for each step."""
+    """Return whether ``value`` is an array, or a container of numbers and strings, small enough for each step."""
     if type(value) is np.ndarray:
         return value.dtype.kind in "biufc" and value.nbytes <= BYTES_MAX
-    if type(value) is list or type(value) is deque:
-        return len(value) <= LENGTH_MAX and all(isinstance(item, bool | int | float | str) for item in value)
-    return False
+    return isinstance(value, _CONTAINERS) and 0 <= _count(value, DEPTH_MAX) <= LENGTH_MAX
+
+
+def _count(value: object, depth: int) -> int:
+    """Return the number of items in a container, and in those inside of it; -1: it has an item of another kind.
+
+    Args:
+        depth: number of containers that may be around an item.
+    """
+    if value is None or isinstance(value, bool | int | float | str | np.generic):
+        return 1
+    if not isinstance(value, _CONTAINERS) or not depth or len(value) > LENGTH_MAX:
+        return -1
+    total = 0
+    for item in (*value, *value.values()) if isinstance(value, dict) else value:
+        count = _count(item, depth - 1)
+        if count < 0 or (total := total + count) > LENGTH_MAX:
+            return -1
+    return total
 
 
 def _as_text(value: Any) -> str:
-    """Return a text that differs for other elements of an array, list or deque."""
+    """Return a text that differs for other elements of an array or container."""
     if isinstance(value, np.ndarray):
         return f"an array {value.shape} {_content_as_text(value.tobytes())}"
-    text = repr(list(value))
+    text = repr(_without_kinds(value))
     return (
         text
         if len(text) <= TEXT_LENGTH_SHOWN
         else f"{len(value)} values with checksum {zlib.crc32(text.encode()):08x}"
     )
+
+
+def _without_kinds(value: Any) -> Any:
+    """Return the items of a container in plain ones: equal for subclasses, and numbers of NumPy."""
+    if isinstance(value, dict):
+        return {_without_kinds(key): _without_kinds(item) for key, item in value.items()}
+    if isinstance(value, _CONTAINERS):
+        items = [_without_kinds(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _content_as_text(content: bytes) -> str:
