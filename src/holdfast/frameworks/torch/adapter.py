@@ -501,7 +501,7 @@ class TorchAdapter:
 
     def record(self, name: str) -> None:
         """Copy the state that a tentative update of optimizer ``name`` is about to change, so that it can be undone."""
-        self.updates.refuse("an update is made inside of step.update()")
+        self.updates.refuse("an update is made before the vote of its step")
         self._suspicion.updates()
         optimizer = self.state.optimizers[name].optimizer
         self._leftover.updates(parameters_of(optimizer))
