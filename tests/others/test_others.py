@@ -263,6 +263,16 @@ def test_a_variable_in_the_loss_that_replacements_do_not_have_ends_the_run_by_na
     assert "saved step 4 (last-gasp)" in output, output
 
 
+def test_a_count_that_decides_about_evaluations_alone_may_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the search took the batch of the evaluation for that of the loss, and the run ended."""
+    _, calm = run(tmp_path / "calm", "naive", "validated", monkeypatch)
+    output, killed = run(tmp_path / "killed", "naive", "validated", monkeypatch, KILL="1:4")
+    assert "1 fault, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+    assert "depend on" not in output, "a false alarm"
+
+
 def test_a_variable_in_the_loss_that_a_resumed_job_does_not_have_ends_it_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,28 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "optimizer.step()": (),
     "if step.number % 3:\n    w = 2\nelse:\n    continue\n(w * model(batch)).backward()\noptimizer.step()": (),
     "if step.number % 3:\n    continue\nw = 2\n(w * model(batch)).backward()\noptimizer.step()": (),
+    # An assignment after the update reaches it where the next turn does not write the variable first.
+    "x = model(batch)\nx.backward()\noptimizer.step()\nif n % 8 == 0:\n    x = model(test)\nn += 1": (),
+    "x.backward()\noptimizer.step()\nx = n * model(batch)\nn += 1": ("n",),
+    "(x * 2).backward()\noptimizer.step()\nif n % 8 == 0:\n    x = model(test)\nn += 1": ("x", "n"),
+    "x = model(batch)\n(x * w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x = model(test)\n    w = x\nn += 1": (
+        "w",
+        "n",
+    ),
+    "if batch:\n    x = model(batch)\n(x * 2).backward()\noptimizer.step()\nif n % 8 == 0:\n    x = 0\nn += 1": (
+        "x",
+        "n",
+    ),
+    "x = model(batch)\nfor p in parts:\n    (x * p).backward()\n    if n % 8 == 0:\n        x = 0\n    n += 1\n"
+    "optimizer.step()": ("n",),
+    "x = 0\nfor p in parts:\n    x = model(p)\n    x.backward()\n    if n % 8 == 0:\n        x = 0\n    n += 1\n"
+    "optimizer.step()": (),
+    "x = 0\ndef closure():\n    x.backward()\nif n % 8 == 0:\n    x = 1\nn += 1\ntrain(closure)\noptimizer.step()": (
+        "n",
+    ),
+    "x = own.part\n(x.w * own.part.w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x.w = 2\nn += 1": (
+        "n",
+    ),
 }
 
 

@@ -18,6 +18,7 @@ The result is text for an error. Source that is not there, and conditions in oth
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -131,7 +132,7 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
     for depth, place in reversed(list(enumerate(places))):
         for loop in with_bodies(place, _loops_around(*place), places[:depth])[:1]:
             tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
-            carried = _carried(loop, _names_in(tests)).items()
+            carried = _carried(loop, tests).items()
             found.update((PlacedVariable(name, place, partly), None) for name, partly in carried)
     return tuple(each for each in found if LOCAL not in each.name)
 
@@ -234,7 +235,7 @@ def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterat
     for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
         conditions += [*_skips(loop, line), *(_leaving(body) if update and loops else [])]
-        carried = _carried(body, _names_in([*conditions, *(_sources(body) if update else [])]))
+        carried = _carried(body, [*conditions, *(_sources(body) if update else [])])
         # Local variables of a function without a loop do not outlive its call.
         yield from ((name, partly) for name, partly in carried.items() if loops or owners_of(name))
     for block in full[len(loops) :] if loops else []:
@@ -312,19 +313,112 @@ def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
     return {name for node in nodes for name, _ in _uses(node, results=True)}
 
 
-def _carried(block: ast.AST, wanted: set[str]) -> dict[str, bool]:
-    """Return the names on which ``wanted`` depends in ``block``, and which it reads before it writes them.
+def _carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
+    """Return the names on which expressions depend in ``block``, and which it reads before it writes them.
 
     The value is True if some steps write the variable first (``PlacedVariable.partly``).
     """
-    for expression in _followed(block, wanted):
-        wanted |= _names_in([expression])
+    flow = _DataFlow(block)
+    for expression in wanted:
+        flow.want(expression)
+    left = list(_assigned(block))
+    while found := [(node, tests) for node, tests in left if _value(node) and flow.reaches(node)]:
+        left = [each for each in left if each not in found]
+        for node, tests in found:
+            indices = [target.slice for target in _targets(node) if isinstance(target, ast.Subscript)]
+            for source in (_value(node), *tests, *indices):
+                if source is not None:
+                    flow.want(source)
     items = list(_items(block))
-    written = {name for name, writes in _flat(items) if writes}
-    always, sometimes = _first_uses(items, set()), _first_uses(items, written)
-    found = [name for name, writes in sometimes.items() if not writes and name in wanted]
+    always, first = _first_uses(items, set()), _first_uses(items, flow.written)
+    read = [name for name, writes in first.items() if not writes and name in flow.wanted]
     # A new object has other attributes and elements.
-    return {name: always[name] for name in found if not written.isdisjoint((*owners_of(name), name))}
+    return {name: always[name] for name in read if not flow.written.isdisjoint((*owners_of(name), name))}
+
+
+class _DataFlow:
+    """The assignments of a block that may reach the wanted expressions in it.
+
+    Theory. A variable that each turn of a loop writes before it reads it does not outlive the turn. Then only the
+    assignments of the same turn before an expression reach it: what an evaluation after the update assigns to the name
+    of the batch or of the prediction has no part in the loss. An inner loop around the expression that does not write
+    the variable first may carry it to its next turn, so there all assignments in the inner loop count.
+
+    Args:
+        block: the loop. All assignments reach an expression that is not in it, or that is in a function of it.
+
+    Attributes:
+        written: the names that the block writes.
+        wanted: the names in the wanted expressions.
+    """
+
+    def __init__(self, block: ast.AST) -> None:
+        self._number: dict[int, int] = {}  # of each node, in the order of the source
+        self._end: dict[int, int] = {}  # the number of the last node in each loop
+        self._loops: dict[int, tuple[ast.AST, ...]] = {}  # around each node, the outermost first
+        self._first: dict[int, set[str]] = {}  # see _written_first
+        # The parts of the block in which an assignment to a name reaches a wanted expression.
+        self._parts: dict[str, set[tuple[float, float]]] = {}
+        self.written = _written([block])
+        self.wanted: set[str] = set()
+        self._add(block, ())
+
+    def _add(self, node: ast.AST, loops: tuple[ast.AST, ...]) -> None:
+        self._number[id(node)] = len(self._number)
+        if isinstance(node, _Loop) or not loops:
+            loops = (*loops, node)
+        self._loops[id(node)] = loops
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):  # runs later
+                self._add(child, loops)
+        self._end[id(node)] = len(self._number)
+
+    def _written_first(self, loop: ast.AST) -> set[str]:
+        """Return the variables that each turn of ``loop`` writes before it reads them or an attribute of them."""
+        if id(loop) not in self._first:
+            uses = _first_uses(_items(loop), self.written)
+            read = {each for name, writes in uses.items() if not writes for each in owners_of(name)}
+            self._first[id(loop)] = {name for name, writes in uses.items() if writes} - read
+        return self._first[id(loop)]
+
+    def want(self, expression: ast.AST) -> None:
+        """Want what the value of ``expression`` depends on."""
+        for name in _names_in([expression]):
+            self.wanted.add(name)
+            # A variable is also wanted if an attribute or element of it is.
+            for each in (name, *owners_of(name)):
+                self._parts.setdefault(each, set()).add(self._part(each, expression))
+
+    def _part(self, name: str, expression: ast.AST) -> tuple[float, float]:
+        """Return the first and last number of nodes whose assignments to ``name`` may reach ``expression``."""
+        loops = self._loops.get(id(expression), ())
+        for depth, loop in reversed(list(enumerate(loops))):
+            if name in self._written_first(loop):
+                carrying = loops[depth + 1] if depth + 1 < len(loops) else expression
+                return self._number[id(loop)], self._end[id(carrying)]
+        return 0, math.inf
+
+    def reaches(self, assignment: _Assignment) -> bool:
+        """Return whether an assignment reaches a wanted expression."""
+        names = [name for target in _targets(assignment) for name, _ in _uses(target)]
+        parts = [part for name in names for part in self._parts.get(name, ())]
+        number = self._number.get(id(assignment))
+        # An attribute or an element may belong to an object that has another name as well.
+        if number is None or not all(_is_of_names(target) for target in _targets(assignment)):
+            return bool(parts)
+        return any(first <= number <= last for first, last in parts)
+
+
+def _is_of_names(target: ast.expr) -> bool:
+    """Return whether an assignment to ``target`` writes variables alone, and no attributes or elements."""
+    match target:
+        case ast.Name():
+            return True
+        case ast.Starred(value=inner):
+            return _is_of_names(inner)
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            return all(map(_is_of_names, parts))
+    return False
 
 
 def _first_uses(items: Iterable[_Item], varying: set[str]) -> dict[str, bool]:
@@ -432,29 +526,6 @@ def _ends(node: ast.AST, *, inner: bool) -> bool:
             return False
     parts = node.results() if isinstance(node, CallWithBody) else ast.iter_child_nodes(node)
     return any(_ends(child, inner=inner or isinstance(node, _Loop)) for child in parts)
-
-
-def _followed(block: ast.AST, wanted: set[str]) -> Iterator[ast.expr]:
-    """Yield the expressions on which the assignments of ``block`` to the names in ``wanted`` depend.
-
-    ``wanted`` may grow meanwhile. These are the values, the index of an element, what a loop goes through, and the
-    conditions around.
-    """
-    left = list(_assigned(block))
-    while True:
-        # A variable is also wanted if an attribute or element of it is.
-        held = wanted.union(*map(owners_of, wanted))
-        found = [
-            (node, tests)
-            for node, tests in left
-            if _value(node) and any(name in held for t in _targets(node) for name, _ in _uses(t))
-        ]
-        if not found:
-            return
-        left = [each for each in left if each not in found]
-        for node, tests in found:
-            yield from (expression for expression in (_value(node), *tests) if expression is not None)
-            yield from (target.slice for target in _targets(node) if isinstance(target, ast.Subscript))
 
 
 def _assigned(
