@@ -8,6 +8,7 @@ momentum.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from tests.others.beat import beat, end, long
 
 EPOCHS = long(3)
 PLACE = os.environ["PLACE"]
-WAITED = "waited"  # a key in a variable: the search in the source does not find this count
+WAITED = "waited"  # a key in a variable, and a dict with an object: the search in the source does not find this count
 dist.init_process_group("gloo")
 torch.manual_seed(7)
 inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
@@ -34,7 +35,7 @@ fully_shard(head)
 fast = torch.optim.SGD(head.parameters(), lr=0.05, momentum=0.9)
 slow = torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.MSELoss()
-counts = {WAITED: 0}
+counts: dict[str, Any] = {WAITED: 0, "of": slow}
 
 with holdfast.session(
     model={"body": body, "head": head},
