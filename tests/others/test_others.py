@@ -432,6 +432,12 @@ def test_a_sum_that_only_the_first_block_makes_is_refused(
     assert re.search(said, output) and not ended, output
 
 
+def test_a_job_of_one_process_may_sum_in_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: one of the two runs that are compared has no peers, so its sums were taken for other sums."""
+    output, ended = run(tmp_path, "naive", "cached_sum", monkeypatch, ranks=1, PLACE="tensor")
+    assert len(ended) == 1, output
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [

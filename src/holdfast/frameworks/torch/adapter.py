@@ -623,7 +623,6 @@ class TorchAdapter:
         The peers rebuild DDP's buckets after their next backward passes, by a collective. So DDP in this process
         forgets the passes of the rehearsal, and rebuilds its buckets together with the peers.
         """
-        self._fabric.watch_calls(False)
         self._fabric.reconfigure(self._fabric.generation)
         if self._proving != "sampled":
             self._forget_pass()
@@ -647,7 +646,6 @@ class TorchAdapter:
         if suspected:
             self._suspicion.begin()
         self._fabric.loopback()
-        self._fabric.watch_calls(True)
         return True
 
     @property
@@ -668,7 +666,8 @@ class TorchAdapter:
 
     def computed(self) -> Mapping[str, int]:
         """Return digests of the results of the block so far, keyed by a description of each value."""
-        return computed_in(self.state, self._fabric.calls())
+        # The local data of a job of one process are all data.
+        return computed_in(self.state, self._fabric.calls() if self.world_size > 1 else ())
 
     def cause(self) -> str:
         """Return the likely cause of the difference between the last two runs of the block; empty if none was found."""

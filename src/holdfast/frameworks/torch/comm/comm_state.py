@@ -237,7 +237,8 @@ class CommState:
             self._refresh()
 
     def loopback(self) -> None:
-        """Make all collectives complete on local data until :meth:`reconfigure`."""
+        """Make all collectives complete on local data until :meth:`reconfigure`, and begin a new :meth:`calls`."""
+        self._local.calls = []
         with self._lock:
             self.looped = True
             self._refresh()
@@ -371,22 +372,18 @@ class CommState:
         if getattr(self._local, "strict", 0):
             raise GroupAborted(f"{what}: nothing is kept of what it returned in the lost process")
 
-    def watch_calls(self, on: bool) -> None:
-        """Begin (``on``) or end the record of the collectives that the script makes on this thread."""
-        self._local.calls = [] if on else None
-
     def note_call(self, what: str, *, by_function: bool = False) -> None:
-        """Record a collective that begins, if :meth:`watch_calls` records them and the script itself makes it.
+        """Record a collective that completes on local data, if this is loopback and the script itself makes it.
 
         ``by_function``: a function of ``torch.distributed`` has called this method.
         """
         calls = getattr(self._local, "calls", None)
-        if calls is not None and (place := place_in_script_of_call(by_function=by_function)):
+        if self.looped and calls is not None and (place := place_in_script_of_call(by_function=by_function)):
             calls.append(f"{what} {place}")
 
     def calls(self) -> Sequence[str]:
-        """Return kind and place of the collectives that the script has made since :meth:`watch_calls`."""
-        return getattr(self._local, "calls", None) or ()
+        """Return kind and place of the collectives that the script has made on this thread in the newest loopback."""
+        return getattr(self._local, "calls", ())
 
     # ------------------------------------------------------------------ works
 
@@ -398,14 +395,18 @@ class CommState:
         Raises: StepError, PeerLost or GroupAborted if the collective is not allowed now, see :meth:`check`.
         """
         self.collectives += 1
-        self.note_call(what)
         if self._on_collective is not None:
             self.note_wait()
             self._waited.begin()
             self._on_collective(self.collectives, what, joint)
         elif self.flight is not None:
             self.flight.counted(self.collectives)
-        return False if self.calm else self.check(what)
+        if self.calm:
+            return False
+        local = self.check(what)
+        if local:
+            self.note_call(what)
+        return local
 
     def ended(self, count: int, broken: bool = False) -> None:
         """Record in the flight recorder that the collective with number ``count`` has ended."""
