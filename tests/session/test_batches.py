@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from holdfast.errors import UnsupportedError
-from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
+from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark
+from holdfast.frameworks.torch.state.tensor_memory import share_memory
 from holdfast.session.steps.batches import Batches
 
 pytestmark = pytest.mark.torch

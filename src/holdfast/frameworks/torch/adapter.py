@@ -26,7 +26,7 @@ from holdfast.frameworks.torch.comm.reconfigurable_group import ReconfigurableGr
 from holdfast.frameworks.torch.comm.setup_record import end_setup
 from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
-from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
+from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark
 from holdfast.frameworks.torch.nested_tensors import tensors_in
 from holdfast.frameworks.torch.state.bucket_layouts import BucketLayouts
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
@@ -49,8 +49,8 @@ from holdfast.frameworks.torch.state.parameter_names import (
 from holdfast.frameworks.torch.state.rng import RandomNumbers, generator_digests
 from holdfast.frameworks.torch.state.snapshot import Snapshot
 from holdfast.frameworks.torch.state.state import TorchCollected, TorchRestore, TorchState
-from holdfast.frameworks.torch.state.tensor_content import content_of
 from holdfast.frameworks.torch.state.tensor_digest import digest_of
+from holdfast.frameworks.torch.state.tensor_memory import content_of, share_memory
 from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 from holdfast.frameworks.torch.state.weight_swap import WeightSample
 from holdfast.frameworks.torch.state.wrapper_reset import (

@@ -26,14 +26,3 @@ def mark(item: Any) -> object:
 def duplicate(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor; the copy requires a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def share_memory(item: Any, tensor: torch.Tensor) -> bool:
-    """Return True if ``item`` and ``tensor`` are the same tensor or use one storage."""
-    if not isinstance(item, torch.Tensor):
-        return False
-    if item is tensor:
-        return True
-    if item.layout != torch.strided or tensor.layout != torch.strided:
-        return False
-    return item.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() != 0

@@ -19,6 +19,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +64,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
 from holdfast.frameworks.torch.state.parameter_names import Models, names_of
 from holdfast.frameworks.torch.state.restore_in_place import put_into
 from holdfast.frameworks.torch.state.rng import Generator
+from holdfast.frameworks.torch.state.tensor_memory import share_memory
 from holdfast.frameworks.torch.state.zero_redundancy import state_of
 from holdfast.store.format.json_values import encode_values
 from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, TensorMeta, check_tensor
@@ -351,13 +353,11 @@ class TorchState:
         return any(value is item for item in items)
 
     def _has_tensor(self, tensor: torch.Tensor) -> bool:
-        live = *self.names.parameters.values(), *(slot.get() for slot in self.names.buffers)
+        live = (*self.names.parameters.values(), *(slot.get() for slot in self.names.buffers))
         of_objects = (arrays_in(item.state_dict(), name) for name, item in self.objects().items())
-        others = (array for arrays in of_objects for _, array in arrays if isinstance(array, torch.Tensor))
         # A state dict has other tensor objects, which share the memory.
-        return any(tensor is each for each in live) or any(
-            tensor.data_ptr() == each.data_ptr() for each in others if each.numel()
-        )
+        others = (array for arrays in of_objects for _, array in arrays)
+        return any(share_memory(each, tensor) for each in chain(live, others))
 
     def trained(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train (:func:`trained_by`)."""

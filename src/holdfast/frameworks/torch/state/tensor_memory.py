@@ -1,8 +1,9 @@
-"""The content of small tensors as bytes, read without an operation of torch."""
+"""The memory of tensors: the content of small ones, read without an operation of torch, and whether two share it."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -25,3 +26,14 @@ def content_of(value: object, size_bytes_max: int) -> bytes | None:
     if value.nbytes > size_bytes_max or not value.is_contiguous():
         return None
     return ctypes.string_at(value.data_ptr(), value.nbytes) if value.nbytes else b""
+
+
+def share_memory(item: Any, tensor: torch.Tensor) -> bool:
+    """Return True if ``item`` and ``tensor`` are the same tensor or use one storage."""
+    if not isinstance(item, torch.Tensor):
+        return False
+    if item is tensor:
+        return True
+    if item.layout != torch.strided or tensor.layout != torch.strided:
+        return False
+    return item.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() != 0

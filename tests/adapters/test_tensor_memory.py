@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.frameworks.torch.adapter import TorchAdapter
-from holdfast.frameworks.torch.state.tensor_content import content_of
+from holdfast.frameworks.torch.state.tensor_memory import content_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -41,4 +41,6 @@ def test_tensors_of_the_session_are_declared() -> None:
     adapter = TorchAdapter(net, optimizer, None, None, {"teacher": teacher, "memory": memory}, 0)
     for kept in (net.running_mean, net.weight, teacher.running_mean, teacher.weight, memory["rows"]):
         assert adapter.declares(kept)
-    assert not adapter.declares(torch.ones(2))
+    assert not any(
+        map(adapter.declares, (torch.ones(2), torch.eye(2).to_sparse(), torch.ones(2, device="meta")))
+    )
