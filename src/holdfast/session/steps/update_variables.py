@@ -44,7 +44,7 @@ from holdfast.session.steps.deciding_variables import (
     places_in_script,
 )
 from holdfast.session.steps.unassigned_variables import NotAssigned
-from holdfast.session.steps.variable_history import ZEROS, PlainValue, VariableHistory
+from holdfast.session.steps.variable_history import ZEROS, Names, PlainValue, VariableHistory
 
 log = logging.getLogger("holdfast")
 
@@ -61,7 +61,6 @@ HINT_OF_RANK = (
     "keep a value of one rank in s.own or by s.attach(NAME, object) (numbers and lists in its attributes), or compute "
     "it from step.number"
 )
-_Names = Mapping[str, tuple[tuple[str, int], Places]]
 HINT = (
     "keep what decides about an update in session(state={...}) (a dict that the code changes after "
     "`if step.committed:`), or compute it from step.number"
@@ -85,11 +84,9 @@ class UpdateVariables:
         self._on = on
         self._source = source
         self._warns = warns
-        # Each name with the place of its function, and with the places from the update out to the loop.
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
-        self._file_names: dict[
-            str, tuple[tuple[str, int], Places]
-        ] = {}  # they decide whether a file is saved
+        # They decide whether a file is saved.
+        self._file_names: dict[str, tuple[tuple[str, int], Places]] = {}
         self._partly: set[str] = set()  # some steps write them first (`PlacedVariable.partly`)
         self._generators: set[str] = set()
         self._began: dict[str, PlainValue] = {}  # the first value of each variable in this process
@@ -137,7 +134,7 @@ class UpdateVariables:
         if self._warns:
             self._file_names.update(self._undeclared(file_variables(places), places))
 
-    def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> _Names:
+    def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> Names:
         """Return the names, with their places, that are not known yet and are no state of the session."""
         return {
             each.name: (each.place, places)
@@ -176,13 +173,9 @@ class UpdateVariables:
         self._warn("the updates depend on", self._names, self._history.values)
         if self.again and not joins:
             self.refuse()
-        if again := self._of_rank.begun_again(self._places):
+        if again := self._of_rank.begun_again(self._names):
             self._refuse(again, self._of_rank, HINT_OF_RANK)
         self._warn_of_set_once()
-
-    @property
-    def _places(self) -> dict[str, Places]:
-        return {name: places for name, (_, places) in self._names.items()}
 
     def _warn_of_set_once(self) -> None:
         """Warn of numbers that were the same in all steps of the job until now, if this process continues the job.
@@ -199,7 +192,7 @@ class UpdateVariables:
                 _shown({name: self._history.newest[name] for name in new}),
             )
 
-    def _warn(self, what: str, names: _Names, values: Mapping[str, PlainValue]) -> None:
+    def _warn(self, what: str, names: Names, values: Mapping[str, PlainValue]) -> None:
         """Warn of the variables that have changed. The others may be settings, or caches of one value."""
         changed = [name for name, value in values.items() if self._began.setdefault(name, value) != value]
         new = [name for name in changed if name not in self._told | self._partly] if self._warns else []
@@ -216,11 +209,11 @@ class UpdateVariables:
     @property
     def again(self) -> bool:
         """True if this process continues the job, and a variable has begun again in the open block."""
-        return bool(self._history.begun_again(self._places))
+        return bool(self._history.begun_again(self._names))
 
     def refuse(self) -> NoReturn:
         """Raise a StepError that names the variables that have begun again."""
-        self._refuse(self._history.begun_again(self._places), self._history, HINT)
+        self._refuse(self._history.begun_again(self._names), self._history, HINT)
 
     def _refuse(self, again: Mapping[str, PlainValue], history: VariableHistory, hint: str) -> NoReturn:
         begun = ", as at the first step of the job" if history.has_first_values(again) else ""
@@ -306,7 +299,7 @@ def identified(*parts: bytes) -> int:
     return found % (STEP_MODULUS - 1) + 1
 
 
-def _values(names: _Names) -> dict[str, object]:
+def _values(names: Names) -> dict[str, object]:
     """Return the values of variables now, each in the function of its place."""
     found: dict[str, object] = {}
     for place in {place for place, _ in names.values()}:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from holdfast.session.steps.deciding_variables import Places, counts, lasting_variables
 
 PlainValue = bool | int | float | str
+Names = Mapping[str, tuple[tuple[str, int], Places]]
+"""Each variable with the place of its function, and with the places from the update out to the loop."""
 ZEROS = "of zeros"
 """The end of the text for an array or tensor that has only zeros."""
 
@@ -63,17 +65,13 @@ class VariableHistory:
         """
         self._at_end = values
 
-    def begun_again(self, places: Mapping[str, Places]) -> dict[str, PlainValue]:
-        """Return the values in the open block of the variables that have begun again.
-
-        Args:
-            places: of each variable, the places from the update out to the loop.
-        """
+    def begun_again(self, names: Names) -> dict[str, PlainValue]:
+        """Return the values in the open block of the variables that have begun again."""
         if not self.continues:
             return {}
         here = {name: self._at_end.get(name, value) for name, value in self.values.items()}
         return {
-            name: value for name, value in here.items() if self._has_begun_again(name, value, places[name])
+            name: value for name, value in here.items() if self._has_begun_again(name, value, names[name][1])
         }
 
     def _has_begun_again(self, name: str, value: PlainValue, places: Places) -> bool:
