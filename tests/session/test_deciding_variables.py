@@ -71,6 +71,8 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "model(batch, past['n']).backward()\noptimizer.step()\npast = {'n': step.number}": ('past["n"]',),
     "model(batch, past.n).backward()\noptimizer.step()\npast = made(batch)": ("past.n",),
     "past = made(batch)\nmodel(batch, past.n).backward()\noptimizer.step()": (),
+    "model(batch, past.mean()).backward()\noptimizer.step()\npast = batch.detach()": ("past",),
+    "past = batch.detach()\nmodel(batch, past.mean()).backward()\noptimizer.step()": (),
     "optimizer.step()\nlosses.append(loss.item())\nif min(losses) < 0.1:\n    break": ("losses",),
     "losses = []\nlosses.append(batch)\nmodel(losses).backward()\noptimizer.step()": (),
     "for g in groups:\n    g['lr'] = g['lr'] * 0.9\noptimizer.step()": (),

@@ -332,8 +332,21 @@ def _carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     items = list(_items(block))
     always, first = _first_uses(items, set()), _first_uses(items, flow.written)
     read = [name for name, writes in first.items() if not writes and name in flow.wanted]
-    # A new object has other attributes and elements.
-    return {name: always[name] for name in read if not flow.written.isdisjoint((*owners_of(name), name))}
+    # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
+    methods = dict(_methods_in(block))
+    return {
+        name if name in flow.written else methods.get(name, name): always[name]
+        for name in read
+        if not flow.written.isdisjoint((*owners_of(name), name))
+    }
+
+
+def _methods_in(block: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the name of each method that ``block`` calls (``past.mean``), with that of its object."""
+    for node in ast.walk(block):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner) as called) if chain(called):
+                yield chain(called), chain(owner)
 
 
 class _DataFlow:
