@@ -414,6 +414,34 @@ def test_a_plain_value_of_any_kind_is_compared(kind: str) -> None:
     assert set(numbers[0]) == set(numbers[1]) == {"seen"} and numbers[0] != numbers[1]
 
 
+def test_a_dict_that_only_its_methods_change_is_compared() -> None:
+    """Regression: nothing assigned to it, so it was no variable that a step takes over."""
+    rank = Rank(first=True)
+    past: dict[str, int] = {"seen": 0}
+    numbers: list[Mapping[str, int]] = []
+    for number in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if past != {"seen": 99}:
+            rank.checked.steps("d", "")
+        past.update(seen=number + 1)
+        numbers.append(rank.checked.variables.numbers())
+    assert set(numbers[0]) == set(numbers[1]) == {"past"} and numbers[0] != numbers[1]
+
+
+def test_a_list_that_each_step_empties_first_is_not_compared() -> None:
+    rank = Rank(first=True)
+    past: list[int] = []
+    for number in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        past.clear()
+        past.append(number)
+        if past != [99]:
+            rank.checked.steps("d", "")
+        assert not rank.checked.variables.numbers()
+
+
 @pytest.mark.parametrize("past", [[object()], [[[[[1]]]]], [0] * 2000, {"net": object()}])
 def test_a_container_of_objects_and_a_large_one_are_not_compared(past: Any) -> None:
     rank = Rank(first=True)

@@ -46,6 +46,8 @@ _LEAVES = (ast.Continue, ast.Break, ast.Return)
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
+_CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove")
+"""Methods that write a dict or a list. Other objects also have methods with these names."""
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
 _SAVES = re.compile(r"(^|[._])(save|copyfile)")
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
@@ -292,6 +294,11 @@ def _values(node: ast.AST) -> list[ast.AST]:
 
 def _is_number(name: str) -> bool:
     return isinstance(_now(name), int | float)
+
+
+def _changes(name: str, method: str) -> bool:
+    """Return whether a call of ``method`` writes the dict or list that the variable is now."""
+    return method in _CHANGES and isinstance(_now(name), dict | list)
 
 
 def _now(name: str) -> object:
@@ -627,9 +634,10 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
         case ast.Call(func=ast.Attribute(attr=attribute, value=owner)) if (
-            attribute in _FILLS and not results and chain(owner)
+            not results and chain(owner) and (attribute in _FILLS or _changes(chain(owner), attribute))
         ):
-            yield chain(owner), False
+            if attribute != "clear":
+                yield chain(owner), False
             for child in ast.iter_child_nodes(node):
                 yield from _items(child)
             yield chain(owner), True
