@@ -12,7 +12,11 @@ import pytest
 from torch import nn
 
 from holdfast.runtime.worker.script_frames import values_of
-from holdfast.session.steps.deciding_variables import deciding_variables, placed_variables, places_in_script
+from holdfast.session.variables.deciding_variables import (
+    deciding_variables,
+    placed_variables,
+    places_in_script,
+)
 
 CLASSES = """
 from torch import nn

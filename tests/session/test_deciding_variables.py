@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.runtime.worker.script_frames import owners_of, values_of
-from holdfast.session.steps.deciding_variables import (
+from holdfast.session.variables.deciding_variables import (
     counts,
     deciding_variables,
     described,

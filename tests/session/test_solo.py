@@ -740,7 +740,7 @@ def test_a_search_that_fails_ends_no_training_and_is_not_hidden(
     def fails(*_: object, **__: object) -> None:
         raise AttributeError("a defect")
 
-    monkeypatch.setattr("holdfast.session.steps.update_variables.placed_variables", fails)
+    monkeypatch.setattr("holdfast.session.variables.update_variables.placed_variables", fails)
     job = Job()
     with holdfast.session(model=job.net, optimizer=job.optimizer, scheduler=job.scheduler) as s:
         for step in s.steps(job.loader):

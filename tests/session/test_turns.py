@@ -170,20 +170,35 @@ def test_an_exit_in_an_epoch_leaves_what_follows_to_the_next_start(tmp_path: Pat
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("count", "told"), [(2, True), (3, False), (4, False)])
+@pytest.mark.parametrize(("count", "told"), [(3, True), (5, False), (6, False)])
 def test_a_smaller_number_of_epochs_than_before_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, told: bool
 ) -> None:
     """Regression: after a resume, a smaller number of epochs ended the job early, and no message said so."""
+    leave_after(tmp_path, epochs=5)
+    assert len(Script().train(tmp_path, count)) == count - 1
+    assert ("s.epochs(3) was s.epochs(5) before, and 1 of these epochs are over" in caplog.text) == told
+
+
+@pytest.mark.torch
+def test_the_number_of_the_epochs_that_are_left_is_refused(tmp_path: Path) -> None:
+    """Regression: s.epochs(N - start_epoch) ended the job early, with code 0."""
+    leave_after(tmp_path, epochs=5)
+    with pytest.raises(UsageError, match=r"s\.epochs\(4\) was s\.epochs\(5\) before") as refused:
+        Script().train(tmp_path, 4)
+    assert "N - start_epoch" in str(refused.value)
+    assert len(Script().train(tmp_path, 5)) == 4
+
+
+def leave_after(directory: Path, *, epochs: int) -> None:
+    """Train one epoch of a job of ``epochs``, and leave the job with a save."""
     script = Script()
-    with pytest.raises(SystemExit), script.session(tmp_path) as s:
-        for _ in s.epochs(3):
+    with pytest.raises(SystemExit), script.session(directory) as s:
+        for _ in s.epochs(epochs):
             for step in s.steps(script.loader):
                 if step.number >= STEPS:
                     s._rank.ask_exit("test")
                 script.step(step)
-    assert len(Script().train(tmp_path, count)) == count - 1
-    assert ("s.epochs(2) was s.epochs(3) before, and 1 of these epochs are over" in caplog.text) == told
 
 
 @pytest.mark.torch

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.errors import StepError
-from holdfast.session.steps.unassigned_variables import NotAssigned, NotComputed, bind, exchange
+from holdfast.session.variables.unassigned_variables import NotAssigned, NotComputed, bind, exchange
 
 
 class Left:

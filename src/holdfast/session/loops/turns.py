@@ -27,7 +27,7 @@ from collections.abc import Iterator
 
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot
-from holdfast.errors import PeerLost
+from holdfast.errors import PeerLost, UsageError
 from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.frameworks.common.optional_abilities import KnowsWeights
 from holdfast.session.checkpoints.after_block import AfterBlock
@@ -71,6 +71,9 @@ class Turns:
         Args:
             kind: ``epochs``, or ``phase`` with its name.
             turns: total number of turns of the part.
+
+        Raises:
+            UsageError: a resumed script counts only the epochs that are left, or the ranks have different parts.
         """
         self.close()
         walk = self._loops.walk
@@ -80,14 +83,7 @@ class Turns:
             log.info(
                 "holdfast: no epoch is left to do: the job has left them after %d of %d", part.done, turns
             )
-        if turns < part.planned and self._adapter.rank == 0:
-            log.warning(
-                "holdfast: s.epochs(%d) was s.epochs(%d) before, and %d of these epochs are over: if fewer epochs are "
-                "not meant, give the number of the whole job, also after a restart",
-                turns,
-                part.planned,
-                part.done,
-            )
+        self._compare_with_plan(part, turns)
         for turn in range(part.done, part.turns):
             self._begin(part)
             try:
@@ -99,6 +95,27 @@ class Turns:
             self._end(part)
         walk.leave(part)
         self._pass_over()
+
+    def _compare_with_plan(self, part: ScriptPart, turns: int) -> None:
+        """Compare the number of turns with that of the job before this start."""
+        if turns >= part.planned:
+            return
+        what = (
+            f"s.epochs({turns}) was s.epochs({part.planned}) before, and {part.done} of these epochs are over"
+        )
+        if (
+            turns >= part.planned - part.done
+        ):  # N - start_epoch, by the session or by an older file of the script
+            raise UsageError(
+                f"{what}: the script seems to leave out the epochs that are over, as the session does",
+                hint="give the number of all epochs of the job at each start: s.epochs(N), and not "
+                "s.epochs(N - start_epoch). A job that is to end earlier leaves the loop with break",
+            )
+        if self._adapter.rank == 0:
+            log.warning(
+                "holdfast: %s: if fewer epochs are not meant, give the number of the whole job, also after a restart",
+                what,
+            )
 
     def close(self) -> None:
         """End the parts that the script has left early. Called when the script next calls the session."""

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.errors import HoldfastError, ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
-from holdfast.session.steps.unassigned_variables import NotAssigned
 from holdfast.session.steps.undeclared_state import UndeclaredState
-from holdfast.session.steps.update_variables import UpdateVariables
+from holdfast.session.variables.unassigned_variables import NotAssigned
+from holdfast.session.variables.update_variables import UpdateVariables
 
 if TYPE_CHECKING:
     from holdfast.session.steps.step import Step

@@ -33,7 +33,7 @@ from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.steps.update_differences import Updates, described, difference
-from holdfast.session.steps.update_variables import HINT, UpdateVariables, identified
+from holdfast.session.variables.update_variables import HINT, UpdateVariables, identified
 
 
 class _Updates(NamedTuple):

@@ -33,13 +33,13 @@ from holdfast.core.protocol.messages import (
     StateRefused,
 )
 from holdfast.core.worker.position import ScriptEvent, ScriptPosition
-from holdfast.session.steps.deciding_variables import (
+from holdfast.session.steps.participant import StepParticipant
+from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     deciding_variables,
     described,
     places_in_script,
 )
-from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
 

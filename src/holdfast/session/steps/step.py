@@ -39,9 +39,9 @@ from holdfast.session.steps.equal_updates import EqualUpdates
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
-from holdfast.session.steps.unassigned_variables import bind, exchange
-from holdfast.session.steps.update_variables import UpdateVariables
 from holdfast.session.steps.voting import VoteCaster
+from holdfast.session.variables.unassigned_variables import bind, exchange
+from holdfast.session.variables.update_variables import UpdateVariables
 
 log = logging.getLogger("holdfast")
 

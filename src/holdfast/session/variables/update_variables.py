@@ -34,7 +34,7 @@ from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_frames import owners_of, position_of, values_of
-from holdfast.session.steps.deciding_variables import (
+from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
     Places,
@@ -43,8 +43,8 @@ from holdfast.session.steps.deciding_variables import (
     placed_variables,
     places_in_script,
 )
-from holdfast.session.steps.unassigned_variables import NotAssigned
-from holdfast.session.steps.variable_history import ZEROS, Names, PlainValue, VariableHistory
+from holdfast.session.variables.unassigned_variables import NotAssigned
+from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory
 
 log = logging.getLogger("holdfast")
 

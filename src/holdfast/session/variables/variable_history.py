@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from holdfast.session.steps.deciding_variables import Places, counts, lasting_variables
+from holdfast.session.variables.deciding_variables import Places, counts, lasting_variables
 
 PlainValue = bool | int | float | str
 Names = Mapping[str, tuple[tuple[str, int], Places]]

@@ -1,0 +1,338 @@
+"""What a loop takes over from one turn to the next: the flow of values in its syntax tree.
+
+Theory. A variable outlives a turn of a loop if the loop reads it before it writes it. A write in a branch that not
+every turn takes (``if number % 3 == 0:``) counts only in that branch, and under the same condition. The value of an
+expression depends on the variables in it, and on those in the assignments that reach it, with the conditions around
+them.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from holdfast.runtime.worker.script_frames import owners_of, values_of
+from holdfast.session.variables.called_bodies import CallWithBody, chain
+
+Loop = ast.For | ast.While
+Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For
+LEAVES = (ast.Continue, ast.Break, ast.Return)
+_FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
+"""Methods that write a list or a deque."""
+_CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove")
+"""Methods that write a dict or a list. Other objects also have methods with these names."""
+
+
+class _Branches(NamedTuple):
+    """An ``if`` in a list of uses.
+
+    Attributes:
+        test: its condition.
+        uses: the uses in both branches, in the order of execution.
+        leave: whether each branch leaves the turn of the loop.
+    """
+
+    test: ast.expr
+    uses: tuple[list[_Item], list[_Item]]
+    leave: tuple[bool, bool]
+
+
+_Use = tuple[str, bool]
+"""A variable, and whether it is written."""
+_Item = _Use | _Branches
+
+
+def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
+    """Return the names on which expressions depend in ``block``, and which it reads before it writes them.
+
+    The value is True if some steps write the variable first (``PlacedVariable.partly``).
+    """
+    flow = _DataFlow(block)
+    for expression in wanted:
+        flow.want(expression)
+    left = list(assigned(block))
+    while found := [(node, tests) for node, tests in left if assigned_value(node) and flow.reaches(node)]:
+        left = [each for each in left if each not in found]
+        for node, tests in found:
+            indices = [target.slice for target in targets(node) if isinstance(target, ast.Subscript)]
+            for source in (assigned_value(node), *tests, *indices):
+                if source is not None:
+                    flow.want(source)
+    items = list(_items(block))
+    always, first = _first_uses(items, set()), _first_uses(items, flow.written)
+    read = [name for name, writes in first.items() if not writes and name in flow.wanted]
+    # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
+    methods = dict(_methods_in(block))
+    return {
+        name if name in flow.written else methods.get(name, name): always[name]
+        for name in read
+        if not flow.written.isdisjoint((*owners_of(name), name))
+    }
+
+
+def _methods_in(block: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the name of each method that ``block`` calls (``past.mean``), with that of its object."""
+    for node in ast.walk(block):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner) as called) if chain(called):
+                yield chain(called), chain(owner)
+
+
+class _DataFlow:
+    """The assignments of a block that may reach the wanted expressions in it.
+
+    Theory. A variable that each turn of a loop writes before it reads it does not outlive the turn. Then only the
+    assignments of the same turn before an expression reach it: what an evaluation after the update assigns to the name
+    of the batch or of the prediction has no part in the loss. An inner loop around the expression that does not write
+    the variable first may carry it to its next turn, so there all assignments in the inner loop count.
+
+    Args:
+        block: the loop. All assignments reach an expression that is not in it, or that is in a function of it.
+
+    Attributes:
+        written: the names that the block writes.
+        wanted: the names in the wanted expressions.
+    """
+
+    def __init__(self, block: ast.AST) -> None:
+        self._number: dict[int, int] = {}  # of each node, in the order of the source
+        self._end: dict[int, int] = {}  # the number of the last node in each loop
+        self._loops: dict[int, tuple[ast.AST, ...]] = {}  # around each node, the outermost first
+        self._first: dict[int, set[str]] = {}  # see _written_first
+        # The parts of the block in which an assignment to a name reaches a wanted expression.
+        self._parts: dict[str, set[tuple[float, float]]] = {}
+        self.written = written([block])
+        self.wanted: set[str] = set()
+        self._add(block, ())
+
+    def _add(self, node: ast.AST, loops: tuple[ast.AST, ...]) -> None:
+        self._number[id(node)] = len(self._number)
+        if isinstance(node, Loop) or not loops:
+            loops = (*loops, node)
+        self._loops[id(node)] = loops
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):  # runs later
+                self._add(child, loops)
+        self._end[id(node)] = len(self._number)
+
+    def _written_first(self, loop: ast.AST) -> set[str]:
+        """Return the variables that each turn of ``loop`` writes before it reads them or an attribute of them."""
+        if id(loop) not in self._first:
+            uses = _first_uses(_items(loop), self.written)
+            read = {each for name, writes in uses.items() if not writes for each in owners_of(name)}
+            self._first[id(loop)] = {name for name, writes in uses.items() if writes} - read
+        return self._first[id(loop)]
+
+    def want(self, expression: ast.AST) -> None:
+        """Want what the value of ``expression`` depends on."""
+        for name in names_in([expression]):
+            self.wanted.add(name)
+            # A variable is also wanted if an attribute or element of it is.
+            for each in (name, *owners_of(name)):
+                self._parts.setdefault(each, set()).add(self._part(each, expression))
+
+    def _part(self, name: str, expression: ast.AST) -> tuple[float, float]:
+        """Return the first and last number of nodes whose assignments to ``name`` may reach ``expression``."""
+        loops = self._loops.get(id(expression), ())
+        for depth, loop in reversed(list(enumerate(loops))):
+            if name in self._written_first(loop):
+                carrying = loops[depth + 1] if depth + 1 < len(loops) else expression
+                return self._number[id(loop)], self._end[id(carrying)]
+        return 0, math.inf
+
+    def reaches(self, assignment: Assignment) -> bool:
+        """Return whether an assignment reaches a wanted expression."""
+        names = [name for target in targets(assignment) for name, _ in _uses(target)]
+        parts = [part for name in names for part in self._parts.get(name, ())]
+        number = self._number.get(id(assignment))
+        # An attribute or an element may belong to an object that has another name as well.
+        if number is None or not all(_is_of_names(target) for target in targets(assignment)):
+            return bool(parts)
+        return any(first <= number <= last for first, last in parts)
+
+
+def _is_of_names(target: ast.expr) -> bool:
+    """Return whether an assignment to ``target`` writes variables alone, and no attributes or elements."""
+    match target:
+        case ast.Name():
+            return True
+        case ast.Starred(value=inner):
+            return _is_of_names(inner)
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            return all(map(_is_of_names, parts))
+    return False
+
+
+def _first_uses(items: Iterable[_Item], varying: set[str]) -> dict[str, bool]:
+    """Return whether the first use of each name is a write. A name is left out if not every step uses it.
+
+    Args:
+        varying: variables that differ from step to step. Of an ``if`` that depends on one of them, each step takes
+            another branch. What a branch of another ``if`` writes counts as written.
+    """
+    first: dict[str, bool] = {}
+    _follow(items, varying, first, {})
+    return first
+
+
+def _follow(
+    items: Iterable[_Item], varying: set[str], first: dict[str, bool], known: dict[str, dict[str, bool]]
+) -> None:
+    """Add the first uses in ``items`` to ``first``.
+
+    Args:
+        known: what the branches before have written, by their condition.
+    """
+    for item in items:
+        if not isinstance(item, _Branches):
+            name, writes = item
+            first.setdefault(name, writes or any(first.get(owner, False) for owner in owners_of(name)))
+            continue
+        condition = _text_of(item.test)
+        branches = {**known.get(condition, {}), **first}, dict(first)
+        for uses, branch in zip(item.uses, branches, strict=True):
+            _follow(uses, varying, branch, known)
+        known[condition] = {name: True for name, writes in branches[0].items() if writes}
+        first |= {name: False for branch in branches for name, writes in branch.items() if not writes}
+        tested = {owner for name in names_in([item.test]) for owner in (name, *owners_of(name))}
+        if varying.isdisjoint(tested):
+            counted = set(branches[0]) | set(branches[1])
+        else:
+            stay = [set(branch) for branch, leaves in zip(branches, item.leave, strict=True) if not leaves]
+            counted = set.intersection(*(stay or map(set, branches)))
+        first.update((name, True) for name in counted if name not in first)
+
+
+def _text_of(test: ast.expr) -> str:
+    """Return a text that is equal for equal conditions. A call of the script may have another value each time."""
+    called = any(isinstance(node, CallWithBody) for node in ast.walk(test))
+    return f"{id(test)}" if called else ast.unparse(test)
+
+
+def names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names of the variables on which the values of expressions depend."""
+    return {name for node in nodes for name, _ in _uses(node, results=True)}
+
+
+def written(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names of the variables that ``nodes`` write."""
+    return {name for node in nodes for name, writes in _uses(node) if writes}
+
+
+def assigned(
+    node: ast.AST, tests: tuple[ast.expr, ...] = ()
+) -> Iterator[tuple[Assignment, tuple[ast.expr, ...]]]:
+    """Yield the assignments in ``node``, each with the conditions around it, the outermost first."""
+    if isinstance(node, Assignment):
+        yield node, tests
+    for child in ast.iter_child_nodes(node):
+        inside = isinstance(node, ast.If) and child is not node.test
+        yield from assigned(child, (*tests, node.test) if inside else tests)  # type: ignore[attr-defined]
+
+
+def assigned_value(node: Assignment) -> ast.expr | None:
+    """Return the expression whose value an assignment takes, or whose items a loop takes; None: there is none."""
+    return node.iter if isinstance(node, ast.For) else node.value
+
+
+def targets(node: Assignment) -> Iterable[ast.expr]:
+    """Return what an assignment writes."""
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def _uses(node: ast.AST, *, results: bool = False) -> Iterator[_Use]:
+    """Yield the uses of :func:`_items`, one after the other."""
+    return _flat(_items(node, results=results))
+
+
+def _flat(items: Iterable[_Item]) -> Iterator[_Use]:
+    for item in items:
+        if isinstance(item, _Branches):
+            for uses in item.uses:
+                yield from _flat(uses)
+        else:
+            yield item
+
+
+def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
+    """Yield the variables that ``node`` uses, in the order of execution, and whether it writes them.
+
+    An attribute of a variable is a variable of its own (``self.tick``), and so is an element with a constant text as
+    its key (``seen["x"]``). Another element is a part of its container.
+
+    Args:
+        results: of the body of a called function, only use what its value depends on.
+    """
+    match node:
+        case ast.If():
+            yield from _items(node.test, results=results)
+            body, other = (
+                [item for part in branch for item in _items(part)] for branch in (node.body, node.orelse)
+            )
+            yield _Branches(node.test, (body, other), (_leaves_turn(node.body), _leaves_turn(node.orelse)))
+        case ast.AugAssign():
+            yield from ((name, False) for name, _ in _uses(node.target))
+            yield from _items(node.value)
+            yield from _items(node.target)
+        case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
+            if node.value is not None:
+                yield from _items(node.value, results=results)
+            for target in targets(node):
+                yield from _items(target)
+        case ast.For():
+            for part in (node.iter, node.target, *node.body, *node.orelse):
+                yield from _items(part)
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            own = {name for each in node.generators for name, _ in _uses(each.target)}
+            for child in ast.iter_child_nodes(node):
+                inside = _uses(child, results=results)
+                yield from (use for use in inside if own.isdisjoint((use[0], *owners_of(use[0]))))
+        case ast.Name():
+            yield node.id, isinstance(node.ctx, ast.Store)
+        case ast.Attribute() if name := chain(node):
+            if not isinstance(node.value, ast.Name):
+                yield from _items(node.value)
+            yield name, isinstance(node.ctx, ast.Store)
+        case ast.Subscript(slice=ast.Constant(value=str(key))) if chain(node.value) and not set(key) & set(
+            '"[]'
+        ):
+            writes = not isinstance(node.ctx, ast.Load)
+            if writes:
+                yield chain(node.value), False
+            yield f'{chain(node.value)}["{key}"]', writes
+        case ast.Subscript(value=ast.Name() | ast.Attribute()):
+            yield from _items(node.slice, results=results)
+            yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in _uses(node.value))
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+            for part in node.body if isinstance(node.body, list) else []:
+                yield from _items(part)
+        case ast.Call(func=ast.Attribute(attr=attribute, value=owner)) if (
+            not results and chain(owner) and (attribute in _FILLS or _changes(chain(owner), attribute))
+        ):
+            if attribute != "clear":
+                yield chain(owner), False
+            for child in ast.iter_child_nodes(node):
+                yield from _items(child)
+            yield chain(owner), True
+        case CallWithBody() if results:
+            for part in node.results():
+                yield from _items(part, results=True)
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from _items(child, results=results)
+
+
+def _leaves_turn(branch: Sequence[ast.stmt]) -> bool:
+    return bool(branch) and isinstance(branch[-1], (*LEAVES, ast.Raise))
+
+
+def _changes(name: str, method: str) -> bool:
+    """Return whether a call of ``method`` writes the dict or list that the variable is now."""
+    return method in _CHANGES and isinstance(value_now(name), dict | list)
+
+
+def value_now(name: str) -> object:
+    """Return the value of a variable in the stack frames of the script; None: it has none."""
+    return values_of([name]).get(name)

@@ -1,0 +1,346 @@
+"""The variables of a script that may decide about a collective or an update: a search in its source.
+
+Theory. A loop makes a collective or an update under conditions: an ``if`` around it, or an ``if`` before it that
+continues with the next step. An update also depends on the loss, on the learning rate, and on the conditions under
+which the script leaves its loops (an early stop). All this differs between ranks if it depends on a variable that each
+step takes over from the step before. In a replacement such a variable begins again. So the search starts at the names
+in these expressions and follows the values in the loop (``data_flow.py``).
+
+A call of a function of the script counts with the body of that function (``called_bodies.py``). So attributes of an
+object, which its methods read and write, are found by the names ``object.attribute``. A generator that the block draws
+from is found as well: what it yields depends on the number of draws.
+
+The result is text for an error. Source that is not there, and conditions in other forms, give no names.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
+from typing import NamedTuple
+
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of
+from holdfast.session.variables.called_bodies import (
+    LOCAL,
+    CallWithBody,
+    chain,
+    is_of_library,
+    of_script,
+    tree_of,
+    with_bodies,
+)
+from holdfast.session.variables.data_flow import (
+    LEAVES,
+    Assignment,
+    Loop,
+    assigned,
+    assigned_value,
+    carried,
+    names_in,
+    targets,
+    value_now,
+    written,
+)
+
+Places = tuple[tuple[str, int], ...]
+
+VARIABLES_MAX = 4  # in a message
+_Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+_ENDS = ("exit", "quit", "sys.exit", "os._exit")
+_SAVES = re.compile(r"(^|[._])(save|copyfile)")
+_SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
+
+
+class PlacedVariable(NamedTuple):
+    """A variable of the script.
+
+    Attributes:
+        name: its name, as in :func:`holdfast.runtime.worker.script_frames.values_of`.
+        place: file and line of the function whose variable it is.
+        partly: some steps write it before they read it, so its values may all follow from the number of the step.
+    """
+
+    name: str
+    place: tuple[str, int]
+    partly: bool
+
+
+def places_in_script() -> Places:
+    """Return file and line of the stack frames of this thread, the innermost first, up to the outermost in a loop.
+
+    Frames of libraries are left out.
+    """
+    frames = frames_outside((OURS, *LIBRARIES, "<"))  # "<frozen runpy>"
+    places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
+    found = [place for place in places if of_script(place[0])]
+    loops = [index for index, place in enumerate(found) if _loops_around(*place)]
+    return tuple(found[: loops[-1] + 1] if loops else found[:1])
+
+
+def described(places: Places) -> str:
+    """Return the innermost and the outermost of ``places`` as text: ``stats.py:98, from train.py:31``."""
+    shown = dict.fromkeys((places[0], places[-1]))
+    return ", from ".join(f"{os.path.basename(file)}:{line}" for file, line in shown)
+
+
+@cache
+def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ...]:
+    """Return the names of variables that may decide whether the code at ``places`` runs, the outermost place first.
+
+    Args:
+        update: the innermost place is an update: also find what may decide about the loss and the learning rate.
+    """
+    return tuple(dict.fromkeys(each.name for each in placed_variables(places, update=update)))
+
+
+@cache
+def placed_variables(places: Places, *, update: bool = False) -> tuple[PlacedVariable, ...]:
+    """Return the variables of :func:`deciding_variables`, each with the place in whose frame it is a variable."""
+    found: dict[tuple[str, tuple[str, int]], bool] = {}
+    for depth, place in reversed(list(enumerate(places))):
+        for name, partly in _of_place(place, places[:depth], update):
+            if LOCAL not in name:
+                found[name, place] = partly and found.get((name, place), True)
+    return tuple(PlacedVariable(*at, partly) for at, partly in found.items())
+
+
+def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
+    """Return the variables that may decide whether the loops at ``places`` save a file.
+
+    A file is saved by a function whose name begins with ``save`` or ``copyfile``, also after a dot or an underscore.
+    """
+    found: dict[PlacedVariable, None] = {}
+    for depth, place in reversed(list(enumerate(places))):
+        for loop in with_bodies(place, _loops_around(*place), places[:depth])[:1]:
+            tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
+            names = carried(loop, tests).items()
+            found.update((PlacedVariable(name, place, partly), None) for name, partly in names)
+    return tuple(each for each in found if LOCAL not in each.name)
+
+
+def _has_save(node: ast.If) -> bool:
+    return any(isinstance(each, ast.Call) and _SAVES.search(_dotted(each.func)) for each in ast.walk(node))
+
+
+@cache
+def lasting_variables(places: Places) -> frozenset[str]:
+    """Return the names of variables at the outermost of ``places`` that no epoch sets to a value of their begin.
+
+    The outermost loop, with the bodies of the functions that it calls, writes them only from their own values, or under
+    conditions that are not about the position in an epoch.
+    """
+    loop = _outermost(places)
+    reset = _names_of_items(loop)
+    for assignment, tests in assigned(loop):
+        value = assigned_value(assignment)
+        if value is None or isinstance(assignment, ast.AugAssign):
+            continue
+        names = written(targets(assignment))
+        if not names <= names_in([value]) and all(map(_is_position, tests[-1:])):
+            reset |= names
+    return _without(written([loop]), reset)
+
+
+@cache
+def counts(places: Places) -> frozenset[str]:
+    """Return the names of variables at the outermost of ``places`` that the loop only adds to (``seen += 1``)."""
+    loop = _outermost(places)
+    others = _names_of_items(loop)
+    added: set[str] = set()
+    for assignment, _ in assigned(loop):
+        names = written(targets(assignment))
+        if _is_sum(assignment):
+            added |= names
+        else:
+            others |= names
+    return _without(added, others)
+
+
+def _outermost(places: Places) -> ast.AST:
+    """Return the outermost loop around ``places``, with the bodies of the functions that it calls."""
+    loops = with_bodies(places[-1], _loops_around(*places[-1]), places[:-1])
+    return loops[0] if loops else ast.Module([], [])
+
+
+def _names_of_items(loop: ast.AST) -> set[str]:
+    """Return the variables that take one item after the other, or the result of a ``with``."""
+    found: set[str] = set()
+    for node in ast.walk(loop):
+        match node:
+            case (
+                ast.For(target=target)
+                | ast.comprehension(target=target)
+                | ast.withitem(optional_vars=ast.expr() as target)
+            ):
+                found |= written([target])
+    return found
+
+
+def _is_sum(assignment: Assignment) -> bool:
+    """Return whether the assignment adds to its variable: ``n += 1`` or ``n = n + 1``."""
+    match assignment:
+        case ast.AugAssign(op=ast.Add()):
+            return True
+        case ast.Assign(targets=[target], value=ast.BinOp(op=ast.Add(), left=left, right=right)):
+            return chain(target) in {chain(left), chain(right)} - {""}
+    return False
+
+
+def _without(names: Iterable[str], left_out: set[str]) -> frozenset[str]:
+    """Return the names that are neither in ``left_out`` nor attributes or elements of variables in it."""
+    return frozenset(name for name in names if left_out.isdisjoint((*owners_of(name), name)))
+
+
+def _is_position(test: ast.expr) -> bool:
+    """Return whether a condition is about the position in an epoch: ``step.last_in_epoch``, ``i % n``, ``i == 0``."""
+    for node in ast.walk(test):
+        match node:
+            case ast.Attribute(attr="last_in_epoch") | ast.BinOp(op=ast.Mod()):
+                return True
+            case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=0)]):
+                return True
+    return False
+
+
+def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[tuple[str, bool]]:
+    file, line = place
+    scope, *inner = _inside_scope(file, line)
+    loops = _loops_around(file, line)
+    inside = inner[inner.index(loops[0]) :] if loops and update else []
+    blocks = [node for node in inside if isinstance(node, ast.With)][:1]
+    full = with_bodies(place, [*loops, *blocks], inside_it) if loops else [scope]
+    for loop, body in zip(loops or [scope], full, strict=False):
+        conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
+        conditions += [*_skips(loop, line), *(_leaving(body) if update and loops else [])]
+        names = carried(body, [*conditions, *(_sources(body) if update else [])])
+        # Local variables of a function without a loop do not outlive its call.
+        yield from ((name, partly) for name, partly in names.items() if loops or owners_of(name))
+    for block in full[len(loops) :] if loops else []:
+        yield from ((name, False) for name in _drawn(block))
+
+
+def _drawn(block: ast.AST) -> Iterator[str]:
+    """Yield the variables whose next item ``block`` takes by ``next``, and which it does not write."""
+    own = written([block])
+    for node in ast.walk(block):
+        match node:
+            case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source) not in {"", *own}:
+                yield chain(source)
+
+
+def _sources(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes on which the losses, learning rates and updates in ``node`` depend."""
+    found = [*_values(node), *(source for child in ast.iter_child_nodes(node) for source in _sources(child))]
+    return [*found, node.test] if found and isinstance(node, ast.If) else found
+
+
+def _values(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes from which one statement or call sets a rate, computes gradients or moves weights.
+
+    A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
+    a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
+    An average of weights is moved by a product in place, of what is no number. An optimizer of the script moves weights
+    by anything in its ``step``. An attribute of a library's module is a setting of the loss (``dropout.p``).
+    """
+    match node:
+        case CallWithBody(updates=True, body=body):
+            return list(body)
+        case (
+            ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=name))], value=value)
+            | ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value=name)), value=value)
+        ) if name in _SCHEDULED:
+            return [value]
+        case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
+            return [loss, *arguments]
+        case ast.Call(func=ast.Attribute(attr="mul_" | "lerp_"), args=arguments):
+            return list(arguments)
+        case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
+            return [value]
+        case (
+            ast.Assign(targets=[ast.Attribute() as target]) | ast.AugAssign(target=ast.Attribute() as target)
+        ) if is_of_library(value_now(chain(target.value))):
+            return [target, node.value]
+        case ast.Expr(value=ast.Call(func=ast.Name() | ast.Attribute() as called) as call) if (
+            _SETS_RATES.search(_dotted(called))
+        ):
+            return [*call.args, *(keyword.value for keyword in call.keywords)]
+    return []
+
+
+def _is_number(name: str) -> bool:
+    return isinstance(value_now(name), int | float)
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return a variable with its attributes as text: ``self.scheduler.step``. Other parts are left out."""
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            return f"{_dotted(node.value)}.{node.attr}"
+    return ""
+
+
+@cache
+def _loops_around(file: str, line: int) -> list[ast.AST]:
+    return [node for node in _inside_scope(file, line) if isinstance(node, Loop)]
+
+
+def _inside_scope(file: str, line: int) -> list[ast.AST]:
+    """Return the function (or module) of a line, and in it the nodes that contain the line, the outermost first."""
+    tree = tree_of(file)
+    around = [tree, *_enclosing(tree, line)]
+    return around[max(index for index, node in enumerate(around) if isinstance(node, _Scope)) :]
+
+
+def _enclosing(node: ast.AST, line: int) -> Iterator[ast.AST]:
+    """Yield the nodes below ``node`` that contain ``line``, the outermost first."""
+    for child in ast.iter_child_nodes(node):
+        if getattr(child, "lineno", line + 1) <= line <= (getattr(child, "end_lineno", None) or 0):
+            yield child
+            yield from _enclosing(child, line)
+            return
+
+
+def _skips(block: ast.AST, line: int) -> Iterator[ast.expr]:
+    """Yield the conditions before ``line`` under which the rest of ``block`` does not run."""
+    for node in ast.walk(block):
+        if (
+            isinstance(node, ast.If)
+            and node.lineno < line
+            and any(isinstance(n, LEAVES) for n in ast.walk(node))
+        ):
+            yield node.test
+
+
+def _leaving(loop: ast.AST, *, inner: bool = False) -> Iterator[ast.expr]:
+    """Yield the conditions under which the script leaves ``loop``: by ``break``, ``return`` or ``sys.exit()``.
+
+    Args:
+        inner: this is a part of another loop in the loop, which a ``break`` leaves.
+    """
+    parts = [*loop.results()] if isinstance(loop, CallWithBody) else list(ast.iter_child_nodes(loop))
+    for node in parts:
+        if isinstance(node, _Scope | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and any(map(partial(_ends, inner=inner), (*node.body, *node.orelse))):
+            yield node.test
+        yield from _leaving(node, inner=inner or isinstance(node, Loop))
+
+
+def _ends(node: ast.AST, *, inner: bool) -> bool:
+    match node:
+        case ast.Return():
+            return True
+        case ast.Break():
+            return not inner
+        case ast.Call(func=called) if chain(called) in _ENDS:
+            return True
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+            return False
+    parts = node.results() if isinstance(node, CallWithBody) else ast.iter_child_nodes(node)
+    return any(_ends(child, inner=inner or isinstance(node, Loop)) for child in parts)
