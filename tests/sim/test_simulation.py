@@ -58,6 +58,22 @@ def test_flips_that_nothing_can_tell_are_no_breach(seed: int, memory: int) -> No
     assert (result.code, result.step) == (Exit.OK, 12)
 
 
+@pytest.mark.parametrize(("seed", "ranks", "shards"), [(207850002155, 3, 1), (207850004163, 6, 2)])
+def test_flips_in_copies_that_are_not_compared_are_no_breach(seed: int, ranks: int, shards: int) -> None:
+    """The flipped copy is torn before its slice is compared, or the other holders open after the fence."""
+    torn = (
+        SimFault(kind="flip", at_s=0.357, rank=0, state="voting", delay_s=0.0038904881000671044),
+        SimFault(kind="glitch", at_s=0.664, rank=0, state="voting", delay_s=0.002208445943289181),
+    )
+    late = (
+        SimFault(kind="stop", at_s=0.765, rank=2, state="voting", delay_s=0.0004351211937916739),
+        SimFault(kind="kill", at_s=0.766, rank=0, state="compute", delay_s=0.0017025120985295313),
+        SimFault(kind="flip", at_s=0.822, rank=1, state="aborted", delay_s=0.0016607652812360416),
+    )
+    result = run_sim(ranks, seed, torn if ranks == 3 else late, memory=2, shards=shards)
+    assert (result.code, result.step) == (Exit.OK, 12)
+
+
 def test_two_flipped_copies_are_not_equal() -> None:
     """A bit flips in both holders of a shard before their copies are compared."""
     flips = tuple(SimFault(kind="flip", at_s=at_s, rank=rank) for at_s, rank in ((0.75, 1), (0.78, 3)))

@@ -91,6 +91,9 @@ class SimWorker(SimTraining):
         self._resume = order.resume
         self._newest = order.generation
         self._told: Settled | None = None
+        self._began_late: Generation | None = (
+            None  # its session had not opened at the fence of this generation
+        )
         self._released = False
 
     # ---------------------------------------------------------------- process
@@ -149,6 +152,16 @@ class SimWorker(SimTraining):
         )
         self.send(failed)
         self.later(0.03, "exit", lambda: self.world.died(self, 1, None))
+
+    @property
+    def can_be_compared(self) -> bool:
+        """True if this rank has a whole copy of its box, and had one at the fence of a recovery in progress.
+
+        The controller compares the copies of the ranks that were open at the fence. It does not wait for the others.
+        """
+        fenced = self.machine.fenced
+        late = fenced is not None and fenced == self._began_late
+        return self.alive and self.opened and self.machine.state != "torn" and not late
 
     def flip(self) -> None:
         """Flip a bit of this rank's copy of the state, unless no comparison of copies could find the flip.
@@ -259,6 +272,8 @@ class SimWorker(SimTraining):
         match command:
             case AnswerFence():
                 self._told = command.answer
+                if command.answer.state == "starting":
+                    self._began_late = command.answer.generation
                 self.send(msgspec.structs.replace(command.answer, kept=self.world.memory.steps(self.rank)))
             case BreakCollectives():
                 self.comparing = self._vouching = False

@@ -511,20 +511,16 @@ class World:
         return self.seated[rank].applied
 
     def holders(self, rank: int) -> list[int]:
-        """Return the living ranks that hold the same box as ``rank``.
-
-        Torn ranks are left out, and so are ranks whose session has not opened.
-        """
+        """Return the ranks that hold the same box as ``rank``, and whose copies can be compared now."""
         same = range(rank % self.store.shards, self.world_size, self.store.shards)
-        found = [self.seated[r] for r in same if r in self.seated]
-        return [w.rank for w in found if w.alive and w.opened and w.machine.state != "torn"]
+        return [r for r in same if r in self.seated and self.seated[r].can_be_compared]
 
     def lose_track(self) -> None:
         """Treat flipped bits as absent if no two copies of the state differ now: no comparison could detect them."""
         if not self.flips:
             return
         living = [w for _, w in sorted(self.seated.items()) if w.alive]
-        if not any(w.flipped and len(self.holders(w.rank)) > 1 for w in living):
+        if not any(w.flipped and w.can_be_compared and len(self.holders(w.rank)) > 1 for w in living):
             for worker in living:
                 worker.flipped = worker.wrong = False
             self.collectives.forget_wrong()  # an update of these ranks with changed gradients may be in progress
