@@ -370,6 +370,19 @@ def test_a_count_that_begins_at_an_epoch_of_the_scripts_own_file_ends_the_run_by
 
 
 @pytest.mark.parametrize(
+    "place", ["kept", *(pytest.param(each, marks=pytest.mark.more) for each in ("data", "copy", "sub"))]
+)
+def test_an_average_that_warms_up_with_a_count_of_its_own_ends_a_resumed_job_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Regression: the average moved as at the start of the job: other weights, exit code 0."""
+    run(tmp_path, "naive", "averaged", monkeypatch, code=Exit.REQUEUE, PLACE=place, STOP="4")
+    output, ended = run(tmp_path, "naive", "averaged", monkeypatch, code=Exit.BAD_INPUT, PLACE=place)
+    assert "StepError: the updates depend on average.updates = 0, as at the first step" in output, output
+    assert not ended
+
+
+@pytest.mark.parametrize(
     ("place", "name", "first"),
     [
         ("temperature", "raw.temperature", "1.0"),

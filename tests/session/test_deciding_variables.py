@@ -14,6 +14,8 @@ from holdfast.session.variables.deciding_variables import (
     described,
     file_variables,
     lasting_variables,
+    placed_variables,
+    stores,
 )
 
 HEAD = """
@@ -131,10 +133,40 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "x = 0\ndef closure():\n    x.backward()\nif n % 8 == 0:\n    x = 1\nn += 1\ntrain(closure)\noptimizer.step()": (
         "n",
     ),
+    # An entry of a cache has the same value at each time.
+    "w = made(batch, cache)\nif w not in cache:\n    cache[w] = 2\n(cache[w] * w).backward()\noptimizer.step()\n"
+    "if n % 8 == 0:\n    if test not in cache:\n        cache[test] = 2\nn += 1": ("cache",),
+    "(cache['w'] * 2).backward()\noptimizer.step()\nif n % 8 == 0:\n    if 'w' not in cache:\n        cache['w'] = 2\n"
+    "n += 1": ('cache["w"]', "n"),
+    "optimizer.step()\nfor p in parts:\n    p.sub_(it * p)\nit += 1": ("it",),
+    "optimizer.step()\nfor p in parts:\n    p.data = it * p.data\nit += 1": ("it",),
+    "optimizer.step()\nfor p in parts:\n    p.add_(q, alpha=1 / it)\nit += 1": ("it",),
+    "optimizer.step()\nfor name in parts:\n    shown[name] = it * parts[name]\nit += 1": (),
     "x = own.part\n(x.w * own.part.w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x.w = 2\nn += 1": (
         "n",
     ),
 }
+
+
+STORES = """
+for step in s.steps(loader):
+    optimizer.step()
+    for name in parts:
+        shadow[name] = it * shadow[name]
+    own.total = own.total + it
+    past["step"] = it
+    it += 1
+"""
+
+
+def test_what_a_loop_stores_in_the_state_of_the_session_counts_as_an_update(tmp_path: Path) -> None:
+    (file := tmp_path / "train.py").write_text(STORES)
+    places = ((str(file), 3),)
+    assert {each.name for each in stores(places)} == {"shadow", "own.total", 'past["step"]'}
+    for state in ("shadow", "own.total", 'past["step"]'):
+        placed = placed_variables(places, update=True, state=frozenset({state}))
+        assert "it" in {each.name for each in placed}, state
+    assert not placed_variables(places, update=True)
 
 
 @pytest.mark.parametrize("code", UPDATES)

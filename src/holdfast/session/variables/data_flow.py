@@ -57,7 +57,12 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
         left = [each for each in left if each not in found]
         for node, tests in found:
             indices = [target.slice for target in targets(node) if isinstance(target, ast.Subscript)]
-            for source in (assigned_value(node), *tests, *indices):
+            # An entry of a cache has the same value at each time.
+            for source in (
+                assigned_value(node),
+                *(tests[-1:] if _fills_cache(node, tests) else tests),
+                *indices,
+            ):
                 if source is not None:
                     flow.want(source)
     items = list(_items(block))
@@ -70,6 +75,15 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
         for name in read
         if not flow.written.isdisjoint((*owners_of(name), name))
     }
+
+
+def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
+    """Return whether an assignment adds an entry to a cache: ``if key not in cache: cache[key] = ...``."""
+    entries = [target for target in targets(assignment) if isinstance(target, ast.Subscript)]
+    match tests[-1:]:
+        case [ast.Compare(ops=[ast.NotIn()])]:
+            return bool(entries) and not any(isinstance(each.slice, ast.Constant) for each in entries)
+    return False
 
 
 def _methods_in(block: ast.AST) -> Iterator[tuple[str, str]]:
@@ -144,7 +158,7 @@ class _DataFlow:
 
     def reaches(self, assignment: Assignment) -> bool:
         """Return whether an assignment reaches a wanted expression."""
-        names = [name for target in targets(assignment) for name, _ in _uses(target)]
+        names = [name for target in targets(assignment) for name, _ in uses(target)]
         parts = [part for name in names for part in self._parts.get(name, ())]
         number = self._number.get(id(assignment))
         # An attribute or an element may belong to an object that has another name as well.
@@ -213,12 +227,12 @@ def _text_of(test: ast.expr) -> str:
 
 def names_in(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the names of the variables on which the values of expressions depend."""
-    return {name for node in nodes for name, _ in _uses(node, results=True)}
+    return {name for node in nodes for name, _ in uses(node, results=True)}
 
 
 def written(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the names of the variables that ``nodes`` write."""
-    return {name for node in nodes for name, writes in _uses(node) if writes}
+    return {name for node in nodes for name, writes in uses(node) if writes}
 
 
 def assigned(
@@ -242,7 +256,7 @@ def targets(node: Assignment) -> Iterable[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
-def _uses(node: ast.AST, *, results: bool = False) -> Iterator[_Use]:
+def uses(node: ast.AST, *, results: bool = False) -> Iterator[_Use]:
     """Yield the uses of :func:`_items`, one after the other."""
     return _flat(_items(node, results=results))
 
@@ -273,7 +287,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             )
             yield _Branches(node.test, (body, other), (_leaves_turn(node.body), _leaves_turn(node.orelse)))
         case ast.AugAssign():
-            yield from ((name, False) for name, _ in _uses(node.target))
+            yield from ((name, False) for name, _ in uses(node.target))
             yield from _items(node.value)
             yield from _items(node.target)
         case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
@@ -285,9 +299,9 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             for part in (node.iter, node.target, *node.body, *node.orelse):
                 yield from _items(part)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            own = {name for each in node.generators for name, _ in _uses(each.target)}
+            own = {name for each in node.generators for name, _ in uses(each.target)}
             for child in ast.iter_child_nodes(node):
-                inside = _uses(child, results=results)
+                inside = uses(child, results=results)
                 yield from (use for use in inside if own.isdisjoint((use[0], *owners_of(use[0]))))
         case ast.Name():
             yield node.id, isinstance(node.ctx, ast.Store)
@@ -304,7 +318,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             yield f'{chain(node.value)}["{key}"]', writes
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _items(node.slice, results=results)
-            yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in _uses(node.value))
+            yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in uses(node.value))
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)

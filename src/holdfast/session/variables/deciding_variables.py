@@ -41,6 +41,7 @@ from holdfast.session.variables.data_flow import (
     carried,
     names_in,
     targets,
+    uses,
     value_now,
     written,
 )
@@ -98,11 +99,19 @@ def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ..
 
 
 @cache
-def placed_variables(places: Places, *, update: bool = False) -> tuple[PlacedVariable, ...]:
-    """Return the variables of :func:`deciding_variables`, each with the place in whose frame it is a variable."""
+def placed_variables(
+    places: Places, *, update: bool = False, state: frozenset[str] = frozenset()
+) -> tuple[PlacedVariable, ...]:
+    """Return the variables of :func:`deciding_variables`, each with the place in whose frame it is a variable.
+
+    Args:
+        places: the places, the innermost first.
+        update: as in :func:`deciding_variables`.
+        state: those of :func:`stores` that are state of the session. What the loops store there counts as an update.
+    """
     found: dict[tuple[str, tuple[str, int]], bool] = {}
     for depth, place in reversed(list(enumerate(places))):
-        for name, partly in _of_place(place, places[:depth], update):
+        for name, partly in _of_place(place, places[:depth], update, state):
             if LOCAL not in name:
                 found[name, place] = partly and found.get((name, place), True)
     return tuple(PlacedVariable(*at, partly) for at, partly in found.items())
@@ -120,6 +129,27 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
             names = carried(loop, tests).items()
             found.update((PlacedVariable(name, place, partly), None) for name, partly in names)
     return tuple(each for each in found if LOCAL not in each.name)
+
+
+@cache
+def stores(places: Places) -> tuple[PlacedVariable, ...]:
+    """Return the containers, elements and attributes that the loops at ``places`` assign to."""
+    found: dict[PlacedVariable, None] = {}
+    for depth, place in enumerate(places):
+        for loop in with_bodies(place, _loops_around(*place), places[:depth])[:1]:
+            names = {_store(target) for assignment, _ in assigned(loop) for target in targets(assignment)}
+            found.update((PlacedVariable(name, place, partly=False), None) for name in sorted(names))
+    return tuple(each for each in found if each.name and LOCAL not in each.name)
+
+
+def _store(target: ast.expr) -> str:
+    """Return the name of what an assignment to an element or attribute changes; empty: it is neither."""
+    match target:
+        case ast.Attribute():
+            return chain(target)
+        case ast.Subscript(value=container):
+            return next((name for name, writes in uses(target) if writes), chain(container))
+    return ""
 
 
 def _has_save(node: ast.If) -> bool:
@@ -206,7 +236,9 @@ def _is_position(test: ast.expr) -> bool:
     return False
 
 
-def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterator[tuple[str, bool]]:
+def _of_place(
+    place: tuple[str, int], inside_it: Places, update: bool, state: frozenset[str]
+) -> Iterator[tuple[str, bool]]:
     file, line = place
     scope, *inner = _inside_scope(file, line)
     loops = _loops_around(file, line)
@@ -216,7 +248,7 @@ def _of_place(place: tuple[str, int], inside_it: Places, update: bool) -> Iterat
     for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
         conditions += [*_skips(loop, line), *(_leaving(body) if update and loops else [])]
-        names = carried(body, [*conditions, *(_sources(body) if update else [])])
+        names = carried(body, [*conditions, *(_sources(body, state) if update else [])])
         # Local variables of a function without a loop do not outlive its call.
         yield from ((name, partly) for name, partly in names.items() if loops or owners_of(name))
     for block in full[len(loops) :] if loops else []:
@@ -232,19 +264,21 @@ def _drawn(block: ast.AST) -> Iterator[str]:
                 yield chain(source)
 
 
-def _sources(node: ast.AST) -> list[ast.AST]:
+def _sources(node: ast.AST, state: frozenset[str]) -> list[ast.AST]:
     """Return the nodes on which the losses, learning rates and updates in ``node`` depend."""
-    found = [*_values(node), *(source for child in ast.iter_child_nodes(node) for source in _sources(child))]
+    parts = ast.iter_child_nodes(node)
+    found = [*_values(node, state), *(source for part in parts for source in _sources(part, state))]
     return [*found, node.test] if found and isinstance(node, ast.If) else found
 
 
-def _values(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes from which one statement or call sets a rate, computes gradients or moves weights.
+def _values(node: ast.AST, state: frozenset[str]) -> list[ast.AST]:
+    """Return the nodes from which one statement or call sets a rate, computes gradients, or moves weights or state.
 
     A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
     a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
-    An average of weights is moved by a product in place, of what is no number. An optimizer of the script moves weights
-    by anything in its ``step``. An attribute of a library's module is a setting of the loss (``dropout.p``).
+    An average of weights is moved by a method in place, by a product in place of what is no number, or by an assignment
+    to the ``data`` of a tensor. An optimizer of the script moves weights by anything in its ``step``. An attribute of a
+    library's module is a setting of the loss (``dropout.p``).
     """
     match node:
         case CallWithBody(updates=True, body=body):
@@ -256,8 +290,13 @@ def _values(node: ast.AST) -> list[ast.AST]:
             return [value]
         case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
             return [loss, *arguments]
-        case ast.Call(func=ast.Attribute(attr="mul_" | "lerp_"), args=arguments):
-            return list(arguments)
+        case ast.Call(func=ast.Attribute(attr="mul_" | "lerp_" | "copy_" | "sub_" | "add_"), args=arguments):
+            return [*arguments, *(keyword.value for keyword in node.keywords)]
+        case (
+            ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target], value=value)
+            | ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target, value=value)
+        ) if _store(target) in state or getattr(target, "attr", "") == "data":
+            return [value]
         case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
             return [value]
         case (

@@ -25,6 +25,7 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from types import GeneratorType
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ from holdfast.session.variables.deciding_variables import (
     file_variables,
     placed_variables,
     places_in_script,
+    stores,
 )
 from holdfast.session.variables.unassigned_variables import NotAssigned
 from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory
@@ -56,6 +58,8 @@ TEXT_LENGTH_SHOWN = 60
 BYTES_MAX = 1 << 20
 LENGTH_MAX = 1000
 DEPTH_MAX = 3
+ITEMS_MAX = 4
+"""Number of items of a container that are looked at, to tell whether it is state of the session."""
 _CONTAINERS = (list, tuple, dict, deque)
 HINT_OF_RANK = (
     "keep a value of one rank in s.own or by s.attach(NAME, object) (numbers and lists in its attributes), or compute "
@@ -127,7 +131,8 @@ class UpdateVariables:
 
     def _search(self) -> None:
         places = places_in_script()
-        placed = placed_variables(places, update=True)
+        state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
+        placed = placed_variables(places, update=True, state=state)
         found = self._undeclared(placed, places)
         self._names.update(found)
         self._partly |= found.keys() & {each.name for each in placed if each.partly}
@@ -280,6 +285,20 @@ class UpdateVariables:
         """Return the variables, their values and the places in the script as text."""
         where = "".join({f" ({described(places)})" for _, places in self._names.values()})
         return f"{_shown(self._history.values) or 'none'}{where}"
+
+    def _is_state(self, name: str, place: tuple[str, int]) -> bool:
+        """Return whether a container or an attribute of the script has tensors of the session's state."""
+        value = values_of([name], place).get(name)
+        if self._source is None or isinstance(value, PlainValue | None):
+            return False
+        items = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
+        return any(not isinstance(each, PlainValue) and self._source.declares(each) for each in items)
 
     def _declared(self, name: str, place: tuple[str, int]) -> bool:
         """Return whether the value, or an owner of the attribute (``self.rate``), is state of the session."""
