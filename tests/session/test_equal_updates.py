@@ -394,6 +394,7 @@ PLAIN = {
     "none": (None, 2.5),
     "numpy": (np.int64(2), np.int64(3)),
     "nested": ({"data": [{"shard": 1}]}, {"data": [{"shard": 2}]}),
+    "set": ({"b", "a"}, {"b", "a", "c"}),
     "subclass": (OrderedDict(seen=1), OrderedDict(seen=2)),
 }
 
@@ -425,6 +426,20 @@ def test_a_dict_that_only_its_methods_change_is_compared() -> None:
         if past != {"seen": 99}:
             rank.checked.steps("d", "")
         past.update(seen=number + 1)
+        numbers.append(rank.checked.variables.numbers())
+    assert set(numbers[0]) == set(numbers[1]) == {"past"} and numbers[0] != numbers[1]
+
+
+def test_a_set_that_only_its_methods_change_is_compared() -> None:
+    rank = Rank(first=True)
+    past: set[int] = set()
+    numbers: list[Mapping[str, int]] = []
+    for number in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if 99 not in past:
+            rank.checked.steps("d", "")
+        past.add(number)
         numbers.append(rank.checked.variables.numbers())
     assert set(numbers[0]) == set(numbers[1]) == {"past"} and numbers[0] != numbers[1]
 

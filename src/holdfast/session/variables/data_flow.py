@@ -21,8 +21,8 @@ Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.Fo
 LEAVES = (ast.Continue, ast.Break, ast.Return)
 _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
-_CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove")
-"""Methods that write a dict or a list. Other objects also have methods with these names."""
+_CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove", "add", "discard")
+"""Methods that write a dict, a list or a set. Other objects also have methods with these names."""
 
 
 class _Branches(NamedTuple):
@@ -52,7 +52,7 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     flow = _DataFlow(block)
     for expression in wanted:
         flow.want(expression)
-    left = list(assigned(block))
+    left = [(node, tests) for node, tests in assigned(block) if not _fills_cache(node, tests)]
     while found := [(node, tests) for node, tests in left if assigned_value(node) and flow.reaches(node)]:
         left = [each for each in left if each not in found]
         for node, tests in found:
@@ -78,7 +78,10 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
 
 
 def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
-    """Return whether an assignment adds an entry to a cache: ``if key not in cache: cache[key] = ...``."""
+    """Return whether an assignment adds an entry to a cache: ``if key not in cache: cache[key] = ...``.
+
+    An entry has the same value at each time, so it does not matter when it is added.
+    """
     entries = [target for target in targets(assignment) if isinstance(target, ast.Subscript)]
     match tests[-1:]:
         case [ast.Compare(ops=[ast.NotIn()])]:
@@ -343,8 +346,8 @@ def _leaves_turn(branch: Sequence[ast.stmt]) -> bool:
 
 
 def _changes(name: str, method: str) -> bool:
-    """Return whether a call of ``method`` writes the dict or list that the variable is now."""
-    return method in _CHANGES and isinstance(value_now(name), dict | list)
+    """Return whether a call of ``method`` writes the dict, list or set that the variable is now."""
+    return method in _CHANGES and isinstance(value_now(name), dict | list | set)
 
 
 def value_now(name: str) -> object:

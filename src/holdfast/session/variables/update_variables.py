@@ -60,7 +60,7 @@ LENGTH_MAX = 1000
 DEPTH_MAX = 3
 ITEMS_MAX = 4
 """Number of items of a container that are looked at, to tell whether it is state of the session."""
-_CONTAINERS = (list, tuple, dict, deque)
+_CONTAINERS = (list, tuple, dict, deque, set, frozenset)
 HINT_OF_RANK = (
     "keep a value of one rank in s.own or by s.attach(NAME, object) (numbers and lists in its attributes), or compute "
     "it from step.number"
@@ -346,7 +346,7 @@ def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dic
             found[name] = "None"
         elif isinstance(value, GeneratorType):
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
-        elif _is_history(value):
+        elif _is_small(value):
             found[name] = _as_text(value)
         elif isinstance(value, NotAssigned):
             found[name] = "no value"  # only an earlier block assigns it, so a replacement has no value
@@ -355,7 +355,7 @@ def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dic
     return found
 
 
-def _is_history(value: object) -> bool:
+def _is_small(value: object) -> bool:
     """Return whether ``value`` is an array, or a container of numbers and strings, small enough for each step."""
     if type(value) is np.ndarray:
         return value.dtype.kind in "biufc" and value.nbytes <= BYTES_MAX
@@ -398,6 +398,8 @@ def _without_kinds(value: Any) -> Any:
         return {_without_kinds(key): _without_kinds(item) for key, item in value.items()}
     if isinstance(value, _CONTAINERS):
         items = [_without_kinds(item) for item in value]
+        if isinstance(value, set | frozenset):  # its order is of this process
+            return sorted(items, key=repr)
         return tuple(items) if isinstance(value, tuple) else items
     return value.item() if isinstance(value, np.generic) else value
 
