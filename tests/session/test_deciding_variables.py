@@ -155,6 +155,8 @@ for step in s.steps(loader):
         shadow[name] = it * shadow[name]
     own.total = own.total + it
     past["step"] = it
+    queue[at] = batch
+    at = (at + 1) % 8
     it += 1
 """
 
@@ -162,10 +164,11 @@ for step in s.steps(loader):
 def test_what_a_loop_stores_in_the_state_of_the_session_counts_as_an_update(tmp_path: Path) -> None:
     (file := tmp_path / "train.py").write_text(STORES)
     places = ((str(file), 3),)
-    assert {each.name for each in stores(places)} == {"shadow", "own.total", 'past["step"]'}
+    assert {each.name for each in stores(places)} == {"shadow", "own.total", 'past["step"]', "queue"}
     for state in ("shadow", "own.total", 'past["step"]'):
         placed = placed_variables(places, update=True, state=frozenset({state}))
         assert "it" in {each.name for each in placed}, state
+    assert [each.name for each in placed_variables(places, update=True, state=frozenset({"queue"}))] == ["at"]
     assert not placed_variables(places, update=True)
 
 

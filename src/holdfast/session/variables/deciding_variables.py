@@ -296,7 +296,7 @@ def _values(node: ast.AST, state: frozenset[str]) -> list[ast.AST]:
             ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target], value=value)
             | ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target, value=value)
         ) if _store(target) in state or getattr(target, "attr", "") == "data":
-            return [value]
+            return [value, target.slice] if isinstance(target, ast.Subscript) else [value]
         case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
             return [value]
         case (

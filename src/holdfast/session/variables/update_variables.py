@@ -25,7 +25,6 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from types import GeneratorType
 from typing import Any, NoReturn
 
@@ -291,13 +290,9 @@ class UpdateVariables:
         value = values_of([name], place).get(name)
         if self._source is None or isinstance(value, PlainValue | None):
             return False
-        items = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
+        if isinstance(value, dict):
+            value = list(value.values())
+        items = value[:ITEMS_MAX] if isinstance(value, list | tuple) else [value]
         return any(not isinstance(each, PlainValue) and self._source.declares(each) for each in items)
 
     def _declared(self, name: str, place: tuple[str, int]) -> bool:
