@@ -138,9 +138,15 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "if n % 8 == 0:\n    if test not in cache:\n        cache[test] = 2\nn += 1": ("cache",),
     "(cache['w'] * 2).backward()\noptimizer.step()\nif n % 8 == 0:\n    if 'w' not in cache:\n        cache['w'] = 2\n"
     "n += 1": ('cache["w"]', "n"),
-    "optimizer.step()\nfor p in parts:\n    p.sub_(it * p)\nit += 1": ("it",),
-    "optimizer.step()\nfor p in parts:\n    p.data = it * p.data\nit += 1": ("it",),
-    "optimizer.step()\nfor p in parts:\n    p.add_(q, alpha=1 / it)\nit += 1": ("it",),
+    "optimizer.step()\nfor p in model.parameters():\n    p.sub_(it * p)\nit += 1": ("it",),
+    "optimizer.step()\nfor n, p in zip(names, ema.named_buffers()):\n    p.data = it * p.data\nit += 1": (
+        "it",
+    ),
+    "optimizer.step()\nkept = ema.state_dict()\nfor k in kept:\n    p = kept[k]\n    p.add_(q, alpha=it)\nit += 1": (
+        "it",
+    ),
+    "optimizer.step()\nif it % 9 == 0:\n    for x in test:\n        total.add_(model(x))\nit += 1": (),
+    "optimizer.step()\nfor p in model.parameters():\n    norm.add_(it * p)\nit += 1": (),
     "optimizer.step()\nfor name in parts:\n    shown[name] = it * parts[name]\nit += 1": (),
     "x = own.part\n(x.w * own.part.w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x.w = 2\nn += 1": (
         "n",

@@ -90,10 +90,7 @@ class SimWorker(SimTraining):
         self.queued: list[Message] = []
         self._resume = order.resume
         self._newest = order.generation
-        self._told: Settled | None = None
-        self._began_late: Generation | None = (
-            None  # its session had not opened at the fence of this generation
-        )
+        self._answers: list[Settled] = []  # to the newest fence, the newest one last
         self._released = False
 
     # ---------------------------------------------------------------- process
@@ -108,7 +105,7 @@ class SimWorker(SimTraining):
 
         They come from the rank's answer to the newest fence. Without an answer they come from its status page.
         """
-        told = self._told
+        told = self._answers[-1] if self._answers else None
         if self.alive and told is not None and told.generation == self.machine.fenced:
             return RankReport(self.rank, told.state, told.step, True)
         return RankReport(self.rank, self.machine.state, self.machine.step, self.alive)
@@ -159,8 +156,7 @@ class SimWorker(SimTraining):
 
         The controller compares the copies of the ranks that were open at the fence. It does not wait for the others.
         """
-        fenced = self.machine.fenced
-        late = fenced is not None and fenced == self._began_late
+        late = [a for a in self._answers[:1] if a.generation == self.machine.fenced and a.state == "starting"]
         return self.alive and self.opened and self.machine.state != "torn" and not late
 
     def flip(self) -> None:
@@ -271,9 +267,10 @@ class SimWorker(SimTraining):
     def _execute(self, command: Command) -> None:
         match command:
             case AnswerFence():
-                self._told = command.answer
-                if command.answer.state == "starting":
-                    self._began_late = command.answer.generation
+                self._answers = [
+                    each for each in self._answers if each.generation == command.answer.generation
+                ]
+                self._answers.append(command.answer)
                 self.send(msgspec.structs.replace(command.answer, kept=self.world.memory.steps(self.rank)))
             case BreakCollectives():
                 self.comparing = self._vouching = False
@@ -315,7 +312,7 @@ class SimWorker(SimTraining):
 
     def _continue(self, generation: Generation) -> None:
         self.move(ScriptEvent.BLOCK_LEFT)
-        self._vouching, self._told, self.tally = False, None, None
+        self._vouching, self._answers, self.tally = False, [], None
         self.world.collectives.group(generation).members.add(self.member_id)
         self.next_step()
 

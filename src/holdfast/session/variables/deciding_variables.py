@@ -27,7 +27,6 @@ from holdfast.session.variables.called_bodies import (
     LOCAL,
     CallWithBody,
     chain,
-    is_of_library,
     of_script,
     tree_of,
     with_bodies,
@@ -41,19 +40,16 @@ from holdfast.session.variables.data_flow import (
     carried,
     names_in,
     targets,
-    uses,
-    value_now,
     written,
 )
+from holdfast.session.variables.update_sources import changed, dotted, sources
 
 Places = tuple[tuple[str, int], ...]
 
 VARIABLES_MAX = 4  # in a message
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
-_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
 _SAVES = re.compile(r"(^|[._])(save|copyfile)")
-_SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 
 
 class PlacedVariable(NamedTuple):
@@ -133,27 +129,16 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
 
 @cache
 def stores(places: Places) -> tuple[PlacedVariable, ...]:
-    """Return the containers, elements and attributes that the loops at ``places`` assign to."""
+    """Return the containers, elements, attributes and tensors that the loops at ``places`` change in place."""
     found: dict[PlacedVariable, None] = {}
     for depth, place in enumerate(places):
         for loop in with_bodies(place, _loops_around(*place), places[:depth])[:1]:
-            names = {_store(target) for assignment, _ in assigned(loop) for target in targets(assignment)}
-            found.update((PlacedVariable(name, place, partly=False), None) for name in sorted(names))
-    return tuple(each for each in found if each.name and LOCAL not in each.name)
-
-
-def _store(target: ast.expr) -> str:
-    """Return the name of what an assignment to an element or attribute changes; empty: it is neither."""
-    match target:
-        case ast.Attribute():
-            return chain(target)
-        case ast.Subscript(value=container):
-            return next((name for name, writes in uses(target) if writes), chain(container))
-    return ""
+            found.update((PlacedVariable(name, place, partly=False), None) for name in sorted(changed(loop)))
+    return tuple(each for each in found if LOCAL not in each.name)
 
 
 def _has_save(node: ast.If) -> bool:
-    return any(isinstance(each, ast.Call) and _SAVES.search(_dotted(each.func)) for each in ast.walk(node))
+    return any(isinstance(each, ast.Call) and _SAVES.search(dotted(each.func)) for each in ast.walk(node))
 
 
 @cache
@@ -248,7 +233,7 @@ def _of_place(
     for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
         conditions += [*_skips(loop, line), *(_leaving(body) if update and loops else [])]
-        names = carried(body, [*conditions, *(_sources(body, state) if update else [])])
+        names = carried(body, [*conditions, *(sources(body, state) if update else [])])
         # Local variables of a function without a loop do not outlive its call.
         yield from ((name, partly) for name, partly in names.items() if loops or owners_of(name))
     for block in full[len(loops) :] if loops else []:
@@ -262,66 +247,6 @@ def _drawn(block: ast.AST) -> Iterator[str]:
         match node:
             case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source) not in {"", *own}:
                 yield chain(source)
-
-
-def _sources(node: ast.AST, state: frozenset[str]) -> list[ast.AST]:
-    """Return the nodes on which the losses, learning rates and updates in ``node`` depend."""
-    parts = ast.iter_child_nodes(node)
-    found = [*_values(node, state), *(source for part in parts for source in _sources(part, state))]
-    return [*found, node.test] if found and isinstance(node, ast.If) else found
-
-
-def _values(node: ast.AST, state: frozenset[str]) -> list[ast.AST]:
-    """Return the nodes from which one statement or call sets a rate, computes gradients, or moves weights or state.
-
-    A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
-    a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
-    An average of weights is moved by a method in place, by a product in place of what is no number, or by an assignment
-    to the ``data`` of a tensor. An optimizer of the script moves weights by anything in its ``step``. An attribute of a
-    library's module is a setting of the loss (``dropout.p``).
-    """
-    match node:
-        case CallWithBody(updates=True, body=body):
-            return list(body)
-        case (
-            ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=name))], value=value)
-            | ast.AugAssign(target=ast.Subscript(slice=ast.Constant(value=name)), value=value)
-        ) if name in _SCHEDULED:
-            return [value]
-        case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
-            return [loss, *arguments]
-        case ast.Call(func=ast.Attribute(attr="mul_" | "lerp_" | "copy_" | "sub_" | "add_"), args=arguments):
-            return [*arguments, *(keyword.value for keyword in node.keywords)]
-        case (
-            ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target], value=value)
-            | ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target, value=value)
-        ) if _store(target) in state or getattr(target, "attr", "") == "data":
-            return [value, target.slice] if isinstance(target, ast.Subscript) else [value]
-        case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
-            return [value]
-        case (
-            ast.Assign(targets=[ast.Attribute() as target]) | ast.AugAssign(target=ast.Attribute() as target)
-        ) if is_of_library(value_now(chain(target.value))):
-            return [target, node.value]
-        case ast.Expr(value=ast.Call(func=ast.Name() | ast.Attribute() as called) as call) if (
-            _SETS_RATES.search(_dotted(called))
-        ):
-            return [*call.args, *(keyword.value for keyword in call.keywords)]
-    return []
-
-
-def _is_number(name: str) -> bool:
-    return isinstance(value_now(name), int | float)
-
-
-def _dotted(node: ast.expr) -> str:
-    """Return a variable with its attributes as text: ``self.scheduler.step``. Other parts are left out."""
-    match node:
-        case ast.Name():
-            return node.id
-        case ast.Attribute():
-            return f"{_dotted(node.value)}.{node.attr}"
-    return ""
 
 
 @cache
