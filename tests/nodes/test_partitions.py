@@ -24,6 +24,7 @@ WHY_NOT = why_not() if WANTED else "these take minutes: make partitions"
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.torch,
+    pytest.mark.timeout(600),  # some wait several times, each for at most BOUND_S
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 STEPS = 120

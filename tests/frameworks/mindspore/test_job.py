@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from tests.frameworks.launched import BOUND_S, Launched, quiet_port
 
 JOB = str(Path(__file__).with_name("job.py"))
+SLOW_READER = Path(__file__).with_name("slow_reader.c")
 EXIT_LINE = "Graceful exit is triggered, stop training"
 WORLD = 3
 RUN = ("--framework", "mindspore", "--nproc-per-node", str(WORLD))
@@ -78,6 +80,21 @@ def test_mindspores_own_group_is_never_used_after_a_fault(tmp_path: Path) -> Non
         assert digests(run) == calm
         assert len(set(pids)) == 2 * WORLD  # no process continued
         assert "gives wrong sums after a fault" in (run.run / "events.jsonl").read_text()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_no_rank_crashes_when_it_leaves_mindspores_own_group(tmp_path: Path) -> None:
+    """MindSpore deletes its connection to the scheduler while another of its threads may still read from it."""
+    library, script = tmp_path / "slow_reader.so", tmp_path / "script.py"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, SLOW_READER, "-ldl"], check=True)
+    script.write_text(
+        f"import ctypes, runpy\nrunpy.run_path({JOB!r}, run_name='__main__')\n"
+        "ctypes.CDLL(None).slow_readers()\n"
+    )
+    with Launched(tmp_path, *RUN, str(script), "native", env={"LD_PRELOAD": str(library)}) as run:
+        assert run.wait() == 0, run.output
+        assert len(digests(run)) == 1
+        assert [e.data["code"] for e in run.events("member_exited")] == [0] * WORLD
 
 
 def test_the_dying_save_does_not_wait_for_a_hanging_allreduce(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ own ``init`` runs.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import subprocess
@@ -66,8 +67,20 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         os.environ.update(env)
         original(backend_name)
+        _leave_unannounced()
 
     return init
+
+
+def _leave_unannounced() -> None:
+    """Make this process end without a message to MindSpore's scheduler, which ends with rank 0 in any case.
+
+    Otherwise MindSpore unregisters the process at its end. It deletes the connection at once when the answer has come,
+    while its receiving thread may still read from this connection: then the process ends with signal 11. MindSpore
+    itself leaves the message out in a process that it takes for failed.
+    """
+    core = importlib.import_module("mindspore._c_expression")
+    atexit.register(core.set_cluster_exit_with_exception)  # runs before MindSpore's own exit handler
 
 
 def _cluster(client: WorkerClient) -> dict[str, str]:
