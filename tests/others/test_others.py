@@ -301,6 +301,25 @@ def test_an_early_stop_that_a_new_process_counts_from_the_start_ends_the_run_by_
     assert not ended and re.search(f"StepError: .*{said[fault]}", output), output
 
 
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
+def test_a_best_result_that_begins_as_none_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Regression: None counted as a value of the session's state, because a session without a scaler has it as well.
+
+    The learning rate was halved at other epochs, exit code 0.
+    """
+    if fault == "stop":
+        run(tmp_path, "naive", "plateau", monkeypatch, code=Exit.REQUEUE, STOP="10")
+    kill = "1:10" if fault == "kill" else ""
+    output, ended = run(tmp_path, "naive", "plateau", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    said = {
+        "kill": r"the updates depend on variables of the script \(here best = ",
+        "stop": "the updates depend on best = 'None', as at the first step of the job; at the step before: best = ",
+    }
+    assert not ended and re.search(f"StepError: .*{said[fault]}", output), output
+
+
 def test_a_variable_that_only_some_steps_set_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,25 @@ def test_the_position_of_a_loader_of_the_script_is_named_before_times() -> None:
                 script.learn(torch.tensor(batch))
 
 
+def test_an_element_on_which_the_updates_depend_is_named_before_a_meter_in_a_tensor() -> None:
+    """Regression: the error named only a tensor of the meter, which no update uses."""
+    script, progress, mean = Script(), {"iterations": 0}, torch.zeros(())
+    with (
+        pytest.raises(
+            ImpureBlockError,
+            match=r"""finds other values of progress\["iterations"\], on which its updates depend; .*\d uses the """,
+        ),
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                for group in script.optimizer.param_groups:
+                    group["lr"] = 0.01 * progress["iterations"]
+                progress["iterations"] += 1
+                mean = mean * 0.9 + 0.1
+                script.pure()
+
+
 def test_a_variable_that_the_runs_have_not_assigned_is_no_cause() -> None:
     """Regression: its placeholder has the methods of an iterator, so it was named as drawn from."""
     script, shards = Script(), Shards()

@@ -51,7 +51,9 @@ def test_equal_lengths_are_no_matter_and_other_lengths_of_a_shared_dataset_an_er
 
 @pytest.mark.torch
 @pytest.mark.processes
-@pytest.mark.parametrize(("way", "told"), [("alone", 1), pytest.param("shared", 0, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("way", "told"), [("alone", 1), ("numbers", 0), pytest.param("shared", 0, marks=pytest.mark.more)]
+)
 def test_data_that_no_sampler_shares_are_told_once(tmp_path: Path, way: str, told: int) -> None:
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("unshared_job.py")), way)
     assert done.returncode == 0, done.stdout

@@ -112,6 +112,16 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "if every:\n    w = step.number\n(w * model(batch)).backward()\noptimizer.step()": (),
     "if step.number % 3:\n    w = 2\nx = model(batch)\nif step.number % 3:\n    x = x * w\nx.backward()\n"
     "optimizer.step()": (),
+    "if batch:\n    w = 2\nx = model(batch)\nif step.number % 3 and batch and w:\n    x = x * w\nx.backward()\n"
+    "optimizer.step()": (),
+    "if step.number % 3 and batch:\n    w = 2\nif batch:\n    x = w * x\nx.backward()\noptimizer.step()": (
+        "w",
+        "x",
+    ),
+    "if step.number % 3:\n    if batch:\n        w = 2\nx = batch\nif batch:\n    x = w * x\nx.backward()\n"
+    "optimizer.step()": ("w",),
+    "if step.number % 3:\n    if batch:\n        w = 2\nx = batch\nif batch and step.number % 3:\n    x = w * x\n"
+    "x.backward()\noptimizer.step()": (),
     "if step.number % 3:\n    w = 2\nelse:\n    continue\n(w * model(batch)).backward()\noptimizer.step()": (),
     "if step.number % 3:\n    continue\nw = 2\n(w * model(batch)).backward()\noptimizer.step()": (),
     # An assignment after the update reaches it where the next turn does not write the variable first.
@@ -254,6 +264,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nif step.number % 10 == 0:\n    torch.save(model, 'last.pt')": (),
     "optimizer.step()\nseen += 1\nif seen % 10 == 0:\n    save_checkpoint(model)": ("seen",),
     "optimizer.step()\nseen += 1\nif seen % 10 == 0:\n    print(seen)": (),
+    "optimizer.step()\npart = step.number % 2\nif not part:\n    count = step.number\n"
+    "if every and not part and count % 10 == 0:\n    save(model)": (),
 }
 
 

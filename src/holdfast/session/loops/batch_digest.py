@@ -42,10 +42,12 @@ class Drawn:
     Attributes:
         record: step, digests and start position of the batches that were drawn last, for the rank-local values; None:
             not known.
+        numbered: the batches that were drawn last are plain numbers: positions in data that the script has itself.
     """
 
     def __init__(self, adapter: object, rank: int, *, verify: bool) -> None:
         self.record: dict[str, Plain] | None = None
+        self.numbered = False
         self._digests = adapter if verify and isinstance(adapter, DigestsBatches) else None
         self._rank = rank
         self._expected: Mapping[str, Any] | None = None
@@ -69,6 +71,7 @@ class Drawn:
             return
         found = [self._digests.digest_batch(batch) for batch in batches]
         self._compare(step, found)
+        self.numbered = all(isinstance(batch, int) for batch in batches)
         self.record = {"step": step, "digests": list(found), "before": dict(before)}
         self._expected = self.record
 

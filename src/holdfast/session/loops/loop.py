@@ -711,9 +711,12 @@ class Loops:
             self._rank.note_local(self._payload(self.local), self._rank.step)
 
     def digests_of(self, step: int) -> list[int]:
-        """Return the digests of the batches that this rank has drawn for ``step``; empty: they are not known."""
+        """Return the digests of the batches that this rank has drawn for ``step``.
+
+        They are empty if they are not known, or if the loader gives plain numbers, which are no data.
+        """
         record = self._proof.record
-        if record is None or record["step"] != step:
+        if record is None or record["step"] != step or self._proof.numbered:
             return []
         return cast("list[int]", record["digests"])
 

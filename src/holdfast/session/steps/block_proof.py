@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import random
 import traceback
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -278,8 +278,7 @@ class Prover:
         what = _difference(third.computed, fourth.computed) or _difference(first.computed, second.computed)
         if not what:
             raise ImpureBlockError(
-                f"step {step.number}: run again on the same batch, the block finds other values of "
-                f"{', '.join(changed[:_TOLD_MAX])}, on which its updates depend",
+                f"step {step.number}: run again on the same batch, the block {_finds(changed)}",
                 hint=_HINT,
             )
         cause = (
@@ -287,11 +286,18 @@ class Prover:
             or _changed(self._variables[RUNS], self._variables[RUNS + 1], fourth.deciding)
             or "it uses what the run before has changed"
         )
+        if not all(f"{name} (" in cause for name in changed):
+            cause = f"it {_finds(changed)}; {cause}"
         raise ImpureBlockError(
             f"step {step.number}: run again on the same batch, the block computes something else: {cause} "
             f"({what} differ)",
             hint=_HINT,
         )
+
+
+def _finds(changed: Sequence[str]) -> str:
+    """Return, as text, that the block finds other values of these variables, on which its updates depend."""
+    return f"finds other values of {', '.join(changed[:_TOLD_MAX])}, on which its updates depend"
 
 
 def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:

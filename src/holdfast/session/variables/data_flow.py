@@ -190,17 +190,22 @@ def _first_uses(items: Iterable[_Item], varying: set[str]) -> dict[str, bool]:
             another branch. What a branch of another ``if`` writes counts as written.
     """
     first: dict[str, bool] = {}
-    _follow(items, varying, first, {})
+    _follow(items, varying, first, {}, frozenset())
     return first
 
 
 def _follow(
-    items: Iterable[_Item], varying: set[str], first: dict[str, bool], known: dict[str, dict[str, bool]]
+    items: Iterable[_Item],
+    varying: set[str],
+    first: dict[str, bool],
+    known: dict[frozenset[str], set[str]],
+    under: frozenset[str],
 ) -> None:
     """Add the first uses in ``items`` to ``first``.
 
     Args:
-        known: what the branches before have written, by their condition.
+        known: what the branches before have written, by the conditions of each.
+        under: the conditions of the branch of these items.
     """
     for item in items:
         if not isinstance(item, _Branches):
@@ -208,10 +213,12 @@ def _follow(
             first.setdefault(name, writes or any(first.get(owner, False) for owner in owners_of(name)))
             continue
         condition = _text_of(item.test)
-        branches = {**known.get(condition, {}), **first}, dict(first)
-        for uses, branch in zip(item.uses, branches, strict=True):
-            _follow(uses, varying, branch, known)
-        known[condition] = {name: True for name, writes in branches[0].items() if writes}
+        body, other = under | {condition}, under | {f"not {condition}"}
+        before = {name for conditions, names in known.items() if conditions <= body for name in names}
+        branches = {**dict.fromkeys(before, True), **first}, dict(first)
+        for uses, branch, inside in zip(item.uses, branches, (body, other), strict=True):
+            _follow(uses, varying, branch, known, inside)
+        known[body] = {name for name, writes in branches[0].items() if writes}
         first |= {name: False for branch in branches for name, writes in branch.items() if not writes}
         tested = {owner for name in names_in([item.test]) for owner in (name, *owners_of(name))}
         if varying.isdisjoint(tested):
@@ -283,6 +290,10 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
         results: of the body of a called function, only use what its value depends on.
     """
     match node:
+        case ast.If(test=ast.BoolOp(op=ast.And(), values=[test, *others]), orelse=[]):
+            # The later parts of the condition are used only if the first one holds.
+            rest = others[0] if len(others) == 1 else ast.BoolOp(ast.And(), others)
+            yield from _items(ast.If(test, [ast.If(rest, node.body, [])], []), results=results)
         case ast.If():
             yield from _items(node.test, results=results)
             body, other = (

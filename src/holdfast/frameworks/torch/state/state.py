@@ -342,9 +342,10 @@ class TorchState:
 
         Values inside of these values count as well, and so do the tensors of modules and of objects with a state.
 
-        Modules and optimizers are not: their state does not have their plain attributes.
+        Modules and optimizers are not: their state does not have their plain attributes. None is no value of the state:
+        a session without a scaler has it as well.
         """
-        if isinstance(value, torch.nn.Module | Optimizer):
+        if value is None or isinstance(value, torch.nn.Module | Optimizer):
             return False
         if isinstance(value, torch.Tensor) and self._has_tensor(value):
             return True
