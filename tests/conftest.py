@@ -1,16 +1,21 @@
-"""Order of the whole suite, zygotes that are forked, a logger that each test finds unchanged, and a tiny disk."""
+"""Order of the whole suite, forked zygotes, a small heap and stack, the same logger for each test, and a tiny disk."""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import logging
 import subprocess
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
+from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from holdfast.runtime.worker import script_frames
 from tests.zygotes.server import forked_zygotes
 
 OTHER_ENVIRONMENTS = frozenset({"frameworks", "gpu"})
@@ -21,6 +26,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort files with many jobs of processes first, so that one pytest worker does not run them alone at the end."""
     jobs = Counter(item.path for item in items if item.get_closest_marker("processes") is not None)
     items.sort(key=lambda item: (not jobs[item.path], item.path.parent.name != "drill", -jobs[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """Take the modules out of each later collection of garbage and search of the heap: half a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """End the stack of a script in this process at its test: the variables of pytest are a million objects."""
+    whole, end = script_frames.frames_outside, inspect.getfile(pytest.Function)
+
+    def frames_of_test(directories: tuple[str, ...]) -> Iterator[FrameType]:
+        return takewhile(lambda frame: frame.f_code.co_filename != end, whole(directories))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script_frames, "frames_outside", frames_of_test)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
