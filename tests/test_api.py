@@ -129,6 +129,15 @@ def test_help_loads_only_what_it_needs() -> None:
     assert set(json.loads(listing)).isdisjoint({"torch", "asyncio", "numpy", "rich", "msgspec"})
 
 
+def test_a_run_starts_without_an_event_loop() -> None:
+    """Regression: a third of the imports of ``holdfast run`` were for its agent."""
+    code = (
+        "import json, sys, holdfast.cli.commands.run, holdfast.cli.start.launcher; "
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    assert set(json.loads(python(code))).isdisjoint({"torch", "asyncio", "numpy", "http.client"})
+
+
 def test_help_is_fast() -> None:
     """The time is that of the whole command, including the interpreter."""
     command = [str(Path(sys.executable).parent / "holdfast"), "--help"]

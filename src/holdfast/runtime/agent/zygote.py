@@ -32,7 +32,7 @@ import msgspec
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.exit_codes import Exit
 from holdfast.frame_encryption import PRELOADS
-from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
+from holdfast.runtime.net.blocking_channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
 from holdfast.runtime.net.connection_limits import (
     ACCEPT_AGAIN_S,
     BURST,
