@@ -48,8 +48,9 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
             "torch.distributed.tensor",
             "torch.utils.data",
             "torch._dynamo",
-            "holdfast.frameworks.torch",
             "holdfast.frameworks.torch.comm.backend",
+            "holdfast.frameworks.torch.adapter",
+            "holdfast.frameworks.torch.plain_adapter",
         ),
         "holdfast.frameworks.torch.comm.flight_records",
     ),
@@ -77,7 +78,7 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
         ),
     ),
 }
-COMMON_PRELOADS = ("holdfast.session", "holdfast.runtime.worker.entry")
+COMMON_PRELOADS = ("holdfast.session.api", "holdfast.session.session", "holdfast.runtime.worker.entry")
 
 
 def install_framework(name: FrameworkName) -> None:
