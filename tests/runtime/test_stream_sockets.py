@@ -14,10 +14,10 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.runtime.net.addresses import LOOPBACK, Address
-from holdfast.runtime.net.channel import dial_protocol
 from holdfast.runtime.net.stream_sockets import (
     PATH_SIZE_BYTES_MAX,
     dial,
+    dial_protocol,
     is_local,
     is_private,
     listen,

@@ -11,13 +11,12 @@ import sys
 import termios
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.connection_limits import BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, ConnectionLimits
-from holdfast.runtime.net.stream_sockets import FULL_AGAIN_S, dialled_path, listen, tune
+from holdfast.runtime.net.stream_sockets import dial_protocol, listen, tune
 from holdfast.sealing import Secret
 from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
@@ -25,7 +24,6 @@ DIAL_AGAIN_S = 0.25
 BACKLOG_SIZE_BYTES_MAX = 256 * 1024 * 1024  # unread output of one peer before it is cut off
 
 M = TypeVar("M")
-P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class Hub(Generic[M]):
@@ -269,19 +267,3 @@ class Channel(asyncio.Protocol, Generic[M]):
         if self._role is not None and not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # marks the exception as read, because connect() may have given up
-
-
-async def dial_protocol(make: Callable[[], P], at: Address) -> P:
-    """Connect to ``at``, and return the asyncio protocol that ``make`` creates. There is no time limit here.
-
-    Raises:
-        OSError: no process listens there.
-    """
-    loop = asyncio.get_running_loop()
-    if not at.is_path:
-        return (await loop.create_connection(make, at.host, at.port))[1]
-    while True:
-        sock = dialled_path(Path(at.host))
-        if sock is not None:
-            return (await loop.create_connection(make, sock=sock))[1]
-        await asyncio.sleep(FULL_AGAIN_S)

@@ -13,13 +13,17 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import UsageError
 from holdfast.runtime.net.addresses import Address, family_of, is_loopback
 from holdfast.runtime.net.connection_limits import BACKLOG
+
+if TYPE_CHECKING:
+    import asyncio
 
 PATH_SIZE_BYTES_MAX = 107
 USER_TIMEOUT_MS = 5_000
@@ -27,6 +31,7 @@ THIN_LINEAR_TIMEOUTS = (
     16  # TCP_THIN_LINEAR_TIMEOUTS: lost packets are repeated every 0.2 s, without growing pauses
 )
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 1, 3
+P = TypeVar("P", bound="asyncio.BaseProtocol")
 FULL_AGAIN_S = 0.01
 """Seconds between two attempts to connect to a Unix socket with a full backlog. The kernel refuses these at once."""
 
@@ -66,12 +71,30 @@ def dial(at: Address, timeout_s: float) -> socket.socket:
     if not at.is_path:
         return socket.create_connection(at, timeout_s)
     deadline_s = time.monotonic() + timeout_s
-    while (sock := dialled_path(Path(at.host))) is None:
+    while (sock := _dialled_path(Path(at.host))) is None:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"the backlog of {at} is full")
         time.sleep(FULL_AGAIN_S)
     sock.settimeout(timeout_s)
     return sock
+
+
+async def dial_protocol(make: Callable[[], P], at: Address) -> P:
+    """Connect to ``at``, and return the asyncio protocol that ``make`` creates. There is no time limit here.
+
+    Raises:
+        OSError: no process listens there.
+    """
+    import asyncio  # here: a launcher has no event loop
+
+    loop = asyncio.get_running_loop()
+    if not at.is_path:
+        return (await loop.create_connection(make, at.host, at.port))[1]
+    while True:
+        sock = _dialled_path(Path(at.host))
+        if sock is not None:
+            return (await loop.create_connection(make, sock=sock))[1]
+        await asyncio.sleep(FULL_AGAIN_S)
 
 
 def tune(sock: socket.socket) -> None:
@@ -128,7 +151,7 @@ def _listen_at_path(path: Path) -> socket.socket:
     return sock
 
 
-def dialled_path(path: Path) -> socket.socket | None:
+def _dialled_path(path: Path) -> socket.socket | None:
     """Return a non-blocking connection to a Unix socket, or None if the backlog is full. Raises: OSError."""
     sock = socket.socket(socket.AF_UNIX)
     try:
