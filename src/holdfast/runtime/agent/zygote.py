@@ -47,6 +47,7 @@ from holdfast.runtime.node.env_record import versions
 from holdfast.runtime.node.framework_registry import (
     COMMON_PRELOADS,
     FRAMEWORKS,
+    SESSION_PRELOADS,
     FrameworkName,
     install_framework,
     note_broken,
@@ -360,7 +361,11 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
 
     # These imports make a million objects and little garbage: without collections they take a quarter less time.
     gc.disable()
-    bring((*FRAMEWORKS[framework].preloads, *COMMON_PRELOADS))
+    first, *others = FRAMEWORKS[framework].preloads
+    bring((first,))
+    if framework not in missing:  # without it no script has a session
+        bring((*others, *SESSION_PRELOADS))
+    bring(COMMON_PRELOADS)
     gc.freeze()
     gc.enable()
     if further and framework not in missing:

@@ -24,8 +24,8 @@ class Framework(NamedTuple):
     """The names that belong to one framework.
 
     ``install_module`` has a function ``install()``, which a worker calls before user code. ``preloads`` are the modules
-    that the zygote imports. ``records_module`` has a function ``records()``, which returns the flight records of the
-    framework. The name is empty for a framework without a flight recorder.
+    that the zygote imports, the framework itself first. ``records_module`` has a function ``records()``, which returns
+    the flight records of the framework. The name is empty for a framework without a flight recorder.
     """
 
     package: str
@@ -78,7 +78,8 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
         ),
     ),
 }
-COMMON_PRELOADS = ("holdfast.session.api", "holdfast.session.session", "holdfast.runtime.worker.entry")
+SESSION_PRELOADS = ("holdfast.session.api", "holdfast.session.session")
+COMMON_PRELOADS = ("holdfast.runtime.worker.entry",)
 
 
 def install_framework(name: FrameworkName) -> None:
