@@ -129,6 +129,22 @@ def test_help_loads_only_what_it_needs() -> None:
     assert set(json.loads(listing)).isdisjoint({"torch", "asyncio", "numpy", "rich", "msgspec"})
 
 
+@pytest.mark.parametrize(
+    ("process", "spared"),
+    [
+        (
+            "holdfast.cli.commands.run, holdfast.cli.start.launcher",
+            {"torch", "asyncio", "numpy", "http.client"},
+        ),
+        ("holdfast.runtime.agent.agentd", {"torch", "numpy", "email.utils", "click", "rich"}),
+    ],
+)
+def test_a_process_of_a_run_imports_what_it_needs(process: str, spared: set[str]) -> None:
+    """Regression: a third of the imports of ``holdfast run`` were for its agent, whose own first one was NumPy."""
+    listing = python(f"import json, sys, {process}; print(json.dumps(sorted(sys.modules)))")
+    assert spared.isdisjoint(json.loads(listing))
+
+
 def test_help_is_fast() -> None:
     """The time is that of the whole command, including the interpreter."""
     command = [str(Path(sys.executable).parent / "holdfast"), "--help"]

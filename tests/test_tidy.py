@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -48,6 +49,14 @@ UNITLESS = re.compile(
     r"(^|_)(timeout|duration|interval|delay|period|deadline|grace|age|size|seconds|sec|secs|ms)$"
 )
 PUBLIC_DOCS = ("core", "store", "session")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_collections() -> Iterator[None]:
+    """Collect no garbage: the trees are millions of objects that stay, and each collection visits all of them."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @cache

@@ -17,6 +17,7 @@ connection, at this position.
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import msgspec
@@ -164,8 +165,13 @@ class Codec(Generic[M]):
     """
 
     def __init__(self, kind: type[M]) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._kind = kind
         self._encoder = msgspec.msgpack.Encoder()
+
+    @cached_property
+    def _decoder(self) -> msgspec.msgpack.Decoder[M]:
+        """The decoder. Its construction takes long for a large union, and a launcher rarely receives a message."""
+        return msgspec.msgpack.Decoder(self._kind)
 
     def encode(self, message: M) -> bytes:
         """Return the message as msgpack."""

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.cli.screen.run_view import Watch
 from holdfast.core.protocol.messages import Field
-from holdfast.runtime.agent.worker_processes import sweep
+from holdfast.runtime.node.run_processes import sweep
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.spawn import free_port

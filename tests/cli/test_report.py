@@ -13,8 +13,8 @@ from holdfast.cli.screen.run_view import Watch
 from holdfast.core.protocol.messages import Field
 from holdfast.event_log import read
 from holdfast.exit_codes import Exit
-from holdfast.runtime.node.hang_evidence import whole_words
 from holdfast.runtime.node.rundir import log_path
+from holdfast.runtime.node.stack_texts import whole_words
 from tests.cli.command import Run
 from tests.cli.test_run import script, start
 from tests.cli.test_status import FAULT, TIMES, Made, swept

@@ -18,7 +18,7 @@ from holdfast.compat.endpoint import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token,
 from holdfast.compat.rank_processor import start_controller
 from holdfast.errors import AuthError, UsageError
 from holdfast.runtime.net.addresses import Address
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.spawn import free_port
 from holdfast.sealing import Secret

@@ -22,7 +22,7 @@ MORE = pytest.mark.skipif(not ALL, reason="make flips")
 @pytest.mark.parametrize(
     ("layout", "nproc", "flips", "save_every"),
     [
-        ("ddp", 4, (("flip", 2, 9),), 8),
+        ("ddp", 3, (("flip", 2, 9),), 8),
         pytest.param("ddp", 4, (("flip", 2, 9), ("flip-optimizer", 0, 40)), 8, marks=MORE),
         pytest.param("ddp", 2, (("flip", 1, 9), ("flip-optimizer", 0, 40)), 8, marks=MORE),
         pytest.param("ddp", 3, (("flip", 0, 9), ("flip-optimizer", 2, 40)), 0, marks=MORE),

@@ -11,7 +11,7 @@ from typing import Self
 
 from holdfast import event_log
 from holdfast.event_log import Event
-from holdfast.runtime.agent.worker_processes import sweep
+from holdfast.runtime.node.run_processes import sweep
 from holdfast.runtime.node.rundir import PAGE, RunDir
 from holdfast.runtime.node.status_page import committed_step, each_page
 from holdfast.runtime.rank_table.table import make

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.cli.start.node_flags import ENCRYPTED
 from holdfast.exit_codes import Exit
-from holdfast.runtime.agent.worker_processes import recorded_members
+from holdfast.runtime.node.run_processes import recorded_members
 from holdfast.store.shared_memory.memory_slots import kept_steps
 from tests.nodes.cables import Network, why_not
 from tests.nodes.jobs import TRAIN, Hosts

@@ -95,7 +95,7 @@ def tainted_for_a_while(pods: Pods, api: ApiServer) -> None:
 
 @pytest.mark.torch
 def test_a_taint_moves_the_ranks_to_the_pod_that_waits(net: Network, api: ApiServer, tmp_path: Path) -> None:
-    with Pods(net, tmp_path, "2:3", TRAIN, ("400", "0.05", str(tmp_path / "out")), torch=True) as pods:
+    with Pods(net, tmp_path, "2:3", TRAIN, ("120", "0.17", str(tmp_path / "out")), torch=True) as pods:
         pods.start(0)
         pods.create(1, api)
         pods.wait_event(0, "generation_started")

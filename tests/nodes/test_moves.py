@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.skipif(bool(WHY_NOT), reason=f"no network of several hosts here: {WHY_NOT}"),
 ]
-STEPS = 400
+STEPS = 120
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_ranks_of_a_drained_node_move_and_nothing_is_done_again(
 ) -> None:
     """The drained node is the node of the controller, or the other one."""
     stays = 1 - leaves
-    with Hosts(net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.05", str(tmp_path / "out")), torch=True) as hosts:
+    with Hosts(net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.17", str(tmp_path / "out")), torch=True) as hosts:
         start_with_spare(hosts)
         hosts.wait_step(0, 3)
         said = holdfast(hosts, 2, "drain", str(leaves))
@@ -88,7 +88,7 @@ def test_ranks_of_a_drained_node_move_and_nothing_is_done_again(
 
 @pytest.mark.more
 def test_a_notice_that_is_withdrawn_changes_nothing(net: Network, tmp_path: Path, weights: str) -> None:
-    with Hosts(net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.05", str(tmp_path / "out")), torch=True) as hosts:
+    with Hosts(net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.17", str(tmp_path / "out")), torch=True) as hosts:
         hosts.start(0, 1)
         hosts.wait_step(0, 3)
         assert holdfast(hosts, 0, "drain", "1", "--by", "1h").returncode == 0
@@ -118,7 +118,7 @@ def test_a_spot_notice_of_one_host_moves_its_ranks_within_the_lead(
     flags = ("--notices", "gcp=http://127.0.0.1:8055")
     try:
         with Hosts(
-            net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.05", str(tmp_path / "out")), torch=True
+            net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.17", str(tmp_path / "out")), torch=True
         ) as hosts:
             hosts.start(0)
             hosts.flags = flags
@@ -147,7 +147,7 @@ def test_a_sick_host_is_drained_and_its_processes_are_not_killed_for_it(
     net: Network, tmp_path: Path, weights: str
 ) -> None:
     sick = tmp_path / "sick"
-    with Hosts(net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.3", str(tmp_path / "out")), torch=True) as hosts:
+    with Hosts(net, tmp_path, "2:3", TRAIN, (str(STEPS), "1.0", str(tmp_path / "out")), torch=True) as hosts:
         hosts.start(0)
         hosts.flags = ("--health", f"test ! -e {sick}", "--health-every", "1")
         hosts.start(1)
@@ -192,7 +192,7 @@ def test_without_a_spare_the_job_shrinks_before_the_deadline_where_it_may(
 ) -> None:
     leave = tmp_path / "leave"
     with Hosts(
-        net, tmp_path, "3", TRAIN, (str(STEPS), "0.1", str(tmp_path / "out")), torch=True,
+        net, tmp_path, "3", TRAIN, (str(STEPS), "0.34", str(tmp_path / "out")), torch=True,
         flags=("--shrink-to", "1"),
     ) as hosts:  # fmt: skip
         hosts.start(0, 2)

@@ -41,11 +41,11 @@ def test_a_rank_that_moves_to_another_host_gets_what_rank_0_sent_at_the_start(
     net: Network, tmp_path: Path
 ) -> None:
     """Regression: its script got its own number, and trained other weights with exit code 0."""
-    with Hosts(net, tmp_path, "2:3", SENT, ("600", "0.1", str(tmp_path / "out")), torch=True) as hosts:
+    with Hosts(net, tmp_path, "2:3", SENT, ("150", "0.4", str(tmp_path / "out")), torch=True) as hosts:
         start_with_spare(hosts)
         hosts.wait_step(1, 5)
         hosts.commands[1].kill()
         assert hosts.wait_event(0, "recovered").data["steps_lost"] == 0
         (tmp_path / "out.hurry").touch()
         assert [hosts.wait(0), hosts.wait(2)] == [0, 0], hosts.output(0)
-    assert (tmp_path / "out-1").read_text() == alone(tmp_path, 600, text=SENT)
+    assert (tmp_path / "out-1").read_text() == alone(tmp_path, 150, text=SENT)

@@ -18,8 +18,8 @@ from holdfast import event_log
 from holdfast.core.protocol.messages import StopRun
 from holdfast.errors import FaultError
 from holdfast.event_log import Event
-from holdfast.runtime.agent.worker_processes import sweep
 from holdfast.runtime.node.agent_client import AgentLink, start_agent
+from holdfast.runtime.node.run_processes import sweep
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 

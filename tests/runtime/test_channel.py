@@ -35,7 +35,8 @@ from holdfast.core.protocol.messages import (
 )
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import AuthError, FaultError, InternalError
-from holdfast.runtime.net.channel import BlockingChannel, Channel, Hub
+from holdfast.runtime.net.blocking_channel import BlockingChannel
+from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.service_names import agent_of
 from holdfast.runtime.net.stream_sockets import dial
 from holdfast.runtime.node.agent_client import AgentLink

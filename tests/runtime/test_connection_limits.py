@@ -20,7 +20,7 @@ from holdfast.core.protocol.messages import StopRun
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.runtime.agent.peers import read_peers
 from holdfast.runtime.net.addresses import LOOPBACK, Address
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.connection_limits import RESERVE, ConnectionLimits, is_accept, raise_limit
 from holdfast.runtime.net.service_names import zygote_of
 from holdfast.runtime.net.stream_sockets import dial

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.node.hang_evidence import MAIN, ask_for_stacks, is_complete, where
+from holdfast.runtime.node.hang_evidence import ask_for_stacks
+from holdfast.runtime.node.stack_texts import MAIN, is_complete, where
 
 pytestmark = pytest.mark.processes
 

@@ -16,7 +16,7 @@ from holdfast.event_log import EventLog
 from holdfast.runtime.agent.agent_events import PartFailed, PeersEvent, TurnedAway
 from holdfast.runtime.agent.peers import PEER_MESSAGES, Peers
 from holdfast.runtime.net.addresses import Address
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.service_names import PEERS
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir

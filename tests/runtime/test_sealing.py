@@ -16,7 +16,8 @@ from holdfast.core.protocol.messages import AgentHello, StopRun
 from holdfast.errors import AuthError, ProtocolError
 from holdfast.frame_encryption import EncryptedFrames
 from holdfast.runtime.net.addresses import LOOPBACK, Address
-from holdfast.runtime.net.channel import BlockingChannel, Channel, Hub
+from holdfast.runtime.net.blocking_channel import BlockingChannel
+from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.service_names import agent_of, controller_of, zygote_of
 from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, Exited, Spawn, ZygoteMessage
 from holdfast.sealing import KEY_SIZE_BYTES, Secret, derive

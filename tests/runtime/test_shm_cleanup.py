@@ -16,10 +16,10 @@ import pytest
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.status_page import FILE_SIZE_BYTES
 from holdfast.runtime.agent.shm_cleanup import YOUNG_S, ShmCleanup
-from holdfast.runtime.agent.worker_processes import recorded_members, sweep
 from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of, sockets_of, use_sockets_of
-from holdfast.runtime.node.hang_evidence import stacks_path
+from holdfast.runtime.node.run_processes import recorded_members, sweep
 from holdfast.runtime.node.rundir import OWNER, RunDir
+from holdfast.runtime.node.stack_texts import stacks_path
 from holdfast.runtime.node.status_page import Page
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.runtime.runs import Run, without_torch

@@ -18,9 +18,9 @@ import pytest
 
 from holdfast.core.ids import Generation
 from holdfast.errors import AuthError, InternalError, PeerLost
-from holdfast.runtime.net import channel, request_server
+from holdfast.runtime.net import blocking_channel, request_server
 from holdfast.runtime.net.addresses import LOOPBACK, Address
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.worker import state_transfer
 from holdfast.runtime.worker.state_transfer import PIECE_SIZE_BYTES, StateServer, Wanted, fetch
@@ -150,7 +150,7 @@ def changing(port: int, at: int) -> Iterator[int]:
 def test_bytes_that_a_stranger_has_changed_are_not_taken(
     servers: Servers, monkeypatch: pytest.MonkeyPatch, at: int, local: bool, secret: Secret
 ) -> None:
-    monkeypatch.setattr(channel, "is_local", lambda sock: local)
+    monkeypatch.setattr(blocking_channel, "is_local", lambda sock: local)
     monkeypatch.setattr(request_server, "is_local", lambda sock: local)
     servers.add(0, secret)
     servers.add(1, secret)

@@ -25,10 +25,11 @@ from holdfast.event_log import EventLog
 from holdfast.runtime.agent import exiting_processes, worker_processes
 from holdfast.runtime.agent.agent_events import MemoryFreed, PartFailed, ProcessEvent, ProcessGone
 from holdfast.runtime.agent.exiting_processes import ExitingProcesses
-from holdfast.runtime.agent.worker_processes import Processes, sweep
+from holdfast.runtime.agent.worker_processes import Processes
 from holdfast.runtime.agent.zygote import device_in_use
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.service_names import zygote_of
+from holdfast.runtime.node.run_processes import sweep
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, SpawnOrder, ZygoteMessage

@@ -1,6 +1,6 @@
 """A training that sums its loss over all ranks after each block, as many scripts do for their log.
 
-Arguments: the file of the result, and ``RANK@STEP`` of a rank that kills itself once, in its block.
+Arguments: the file of the result, and ``RANK@STEP,...`` of ranks that each kill themselves once, in their block.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import holdfast
 STEPS = 8
 
 
-def main(result: Path, victim: str) -> None:
+def main(result: Path, victims: list[str]) -> None:
     """Train, and write a digest of the weights and the sums of the committed steps."""
     dist.init_process_group("gloo")
-    rank, died = dist.get_rank(), result.with_suffix(".died")
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -32,8 +32,9 @@ def main(result: Path, victim: str) -> None:
             loss = torch.zeros(())
             with step:
                 dist.barrier()  # no rank is left in the sum of the step before
-                if f"{rank}@{step.number}" == victim and not died.exists():
-                    died.touch()
+                here = f"{rank}@{step.number}"
+                if here in victims and not result.with_suffix(f".{here}").exists():
+                    result.with_suffix(f".{here}").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss = model(torch.randn(4, 64)).square().mean()
                 loss.backward()
@@ -54,4 +55,4 @@ def main(result: Path, victim: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2].split(","))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.exit_codes import Exit
-from holdfast.runtime.agent.worker_processes import processes
+from holdfast.runtime.node.run_processes import processes
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.session.exit_requests import FILE_SIZE_BYTES_MAX, ExitWatch
 from holdfast.store.manage.checkpoint_root import Root

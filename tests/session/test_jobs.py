@@ -14,7 +14,7 @@ from holdfast.exit_codes import Exit
 from holdfast.store.manage.checkpoint_root import Root
 from tests.session.launch import run_job, run_torchrun
 
-pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.executes_zygotes]
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 JOB = str(Path(__file__).with_name("job.py"))
 BIN = Path(sys.executable).parent
@@ -67,6 +67,7 @@ def test_cut_connections_are_answered_in_place(
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 1
 
 
+@pytest.mark.executes_zygotes
 @pytest.mark.parametrize(
     ("layout", "victim", "rung"),
     [

@@ -24,7 +24,7 @@ from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.session import Session
 from tests.runtime.runs import exists, until
 
-pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.executes_zygotes]
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 JOB = str(Path(__file__).with_name("spare_job.py"))
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def running(
     command = [str(BIN / "holdfast"), "run", "--nproc-per-node", str(job.ranks), "--hang-factor", "0"]
     command += ["--spares", str(spares)] if spares else []
     command += [JOB, "--steps", str(STEPS), "--result", str(job.result), "--layout", layout, *arguments]
-    path = f"{ROOT / 'src'}:{ROOT}"
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with job.output.open("wb") as output:
         launcher = subprocess.Popen(command, cwd=where, env=environment, stdout=output, stderr=output)
@@ -122,6 +122,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
     return Lazy(known)
 
 
+@pytest.mark.executes_zygotes
 def test_spares_take_the_place_of_the_lost(tmp_path: Path, undisturbed: dict[str, list[str]]) -> None:
     """A spare is killed and built again. A spare replaces a killed worker. Two workers die at once, with one spare.
 

@@ -54,7 +54,7 @@ COMMAND_ROOM_BYTES = 1024
 FREE_PREFIXES = ("AWS_", "HOLDFAST_", "JOB_", "KUBERNETES_", "POD_", "PYTEST_")
 FREE = frozenset(
     "GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME NODE_NAME OLDPWD PWD PYTHONPATH SHLVL TERM _".split()
-) | {"KILL", "KILL_INSIDE", "STOP", "UNTIL", SERVER, PLACEHOLDER}
+) | {"KILL", "KILL_INSIDE", "STOP", "TEST_MARK", "UNTIL", "WRONG_FROM", SERVER, PLACEHOLDER}
 """Variables that no import reads, some of them for scripts of tests. The effect of ``PYTHONPATH`` is repeated."""
 
 

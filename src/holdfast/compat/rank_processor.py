@@ -49,7 +49,7 @@ from holdfast.compat.endpoint import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Messag
 from holdfast.compat.step_state import StepState
 from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
 from holdfast.runtime.net.addresses import Address
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.rundir import open_log
 from holdfast.sealing import Secret

@@ -21,8 +21,8 @@ from holdfast.drill.inject import Injected, InjectionPlan, read_injected
 from holdfast.drill.observer import ObservedRun
 from holdfast.errors import ScriptError
 from holdfast.history.run_history import RunHistory
-from holdfast.runtime.agent.worker_processes import sweep
 from holdfast.runtime.node.process_info import kill_if
+from holdfast.runtime.node.run_processes import sweep
 from holdfast.runtime.node.run_settings import SETTINGS_FILE
 from holdfast.runtime.node.rundir import RunDir, open_log, write_private
 from holdfast.store.backends.location import ROOT_VARIABLE

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from holdfast import event_log
 from holdfast.event_log import Event
 from holdfast.integrations.ray.keeper import KeptPlace
-from holdfast.runtime.agent.worker_processes import processes, sweep
+from holdfast.runtime.node.run_processes import processes, sweep
 from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import clean_environment
 from tests.runtime.runs import until

@@ -28,8 +28,8 @@ from holdfast.cli.screen.run_lookup import run_dir_option
 from holdfast.cli.screen.run_view import RunView
 from holdfast.cli.start.finite_number import FiniteNumber
 from holdfast.errors import UsageError
-from holdfast.runtime.agent.worker_processes import processes
 from holdfast.runtime.node.file_owners import doubt
+from holdfast.runtime.node.run_processes import processes
 from holdfast.runtime.node.run_settings import ARGUMENTS_FILE, SETTINGS_FILE
 from holdfast.runtime.node.rundir import ATTEMPT_NAME, RunDir, is_free, try_lock
 from holdfast.text import closest, plural

@@ -14,10 +14,11 @@ from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
 from holdfast.cli.screen.stack_folding import folded
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import ProtocolError, UsageError
-from holdfast.runtime.agent.worker_processes import recorded_members
-from holdfast.runtime.node.hang_evidence import find, where
+from holdfast.runtime.node.hang_evidence import find
 from holdfast.runtime.node.process_info import alive
+from holdfast.runtime.node.run_processes import recorded_members
 from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.stack_texts import where
 from holdfast.runtime.node.status_page import Page
 
 

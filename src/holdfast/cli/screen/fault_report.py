@@ -22,9 +22,9 @@ from holdfast.core.protocol.status_page import Phase
 from holdfast.event_log import Event
 from holdfast.exit_codes import Exit
 from holdfast.history.run_history import FaultView, RunHistory
-from holdfast.runtime.node.hang_evidence import whole_words
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir, last_lines, write_private
+from holdfast.runtime.node.stack_texts import whole_words
 from holdfast.text import plural
 
 REPORTS = "faults"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.runtime.node.hang_evidence import FRAME, INNER, MAIN
+from holdfast.runtime.node.stack_texts import FRAME, INNER, MAIN
 from holdfast.runtime.node.traceback_folding import OWN, without_own_frames
 from holdfast.text import plural
 

@@ -14,8 +14,15 @@ from typing import Any, NamedTuple
 from holdfast.cli.screen.error_output import say
 from holdfast.errors import NotMet, UnsupportedError, UsageError
 from holdfast.frame_encryption import require_encryption
-from holdfast.runtime.agent.peers import address_towards
-from holdfast.runtime.net.addresses import Address, endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.net.addresses import (
+    Address,
+    address_towards,
+    endpoint,
+    family_of,
+    is_loopback,
+    read_endpoint,
+    read_host,
+)
 from holdfast.runtime.net.stream_sockets import dial
 from holdfast.runtime.node.interfaces import GLOO, NCCL, interface_of
 from holdfast.runtime.node.run_settings import JOIN_S, RunSettings, shape

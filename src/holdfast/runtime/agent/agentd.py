@@ -71,16 +71,7 @@ from holdfast.runtime.agent.peer_replication import PeerReplication
 from holdfast.runtime.agent.progress_watcher import Watcher
 from holdfast.runtime.agent.shared_root import leave_probe, share_checkpoints
 from holdfast.runtime.agent.shm_cleanup import ShmCleanup
-from holdfast.runtime.agent.worker_processes import (
-    Processes,
-    belongs,
-    dismiss_spares,
-    recorded_members,
-    sweep,
-    wait_gone,
-    wait_written,
-    writers,
-)
+from holdfast.runtime.agent.worker_processes import Processes, dismiss_spares, wait_gone, wait_written
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.connection_limits import raise_limit
 from holdfast.runtime.net.driver import Driver, watched
@@ -90,6 +81,7 @@ from holdfast.runtime.node.hang_evidence import sample
 from holdfast.runtime.node.interfaces import with_interfaces
 from holdfast.runtime.node.kubernetes_status import StatusPublisher
 from holdfast.runtime.node.node_status import node_status
+from holdfast.runtime.node.run_processes import belongs, recorded_members, sweep, writers
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import PAGE, RunDir, try_lock
 from holdfast.runtime.node.spawn import SpawnOrder, free_port, log_root, spare_order, worker_env, worker_log

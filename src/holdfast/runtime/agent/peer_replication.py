@@ -31,7 +31,7 @@ from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
 from holdfast.runtime.agent.agent_events import ReplicationEvent, start_task
 from holdfast.runtime.net.addresses import Address
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.request_server import AnswerServer
 from holdfast.runtime.net.service_names import memory_of
 from holdfast.runtime.node.run_settings import RunSettings

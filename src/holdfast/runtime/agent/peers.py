@@ -8,7 +8,6 @@ contacts until an agent answers, and then every agent that it knows. It keeps th
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable
 
@@ -29,7 +28,7 @@ from holdfast.core.protocol.peer_messages import (
 from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.event_log import EventSink
 from holdfast.runtime.agent.agent_events import FromPeer, PeersEvent, TurnedAway, start_task
-from holdfast.runtime.net.addresses import Address, family_of, split_endpoint
+from holdfast.runtime.net.addresses import Address, split_endpoint
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.service_names import PEERS
 from holdfast.runtime.node.env_record import alike
@@ -413,14 +412,3 @@ def _why(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "no process listens there"
     return str(error)
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return the IP address of this host from which packets to ``host`` would leave. No packet is sent.
-
-    Raises:
-        OSError: there is no route, or the name is unknown.
-    """
-    with socket.socket(family_of(host), socket.SOCK_DGRAM) as sock:
-        sock.connect((host, port))
-        return str(sock.getsockname()[0])

@@ -39,10 +39,11 @@ from holdfast.core.watch.stall_detector import Learned, Limits, PageReading, Pro
 from holdfast.errors import ProtocolError
 from holdfast.runtime.agent.agent_events import LookedLast, RecordsWanted, WatchEvent, start_task
 from holdfast.runtime.agent.worker_processes import WorkerProcess
-from holdfast.runtime.node.hang_evidence import ProcessEvidence, find, sample, where
+from holdfast.runtime.node.hang_evidence import ProcessEvidence, find, sample
 from holdfast.runtime.node.process_info import age_s, halted, started_with, stopped_children
 from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.runtime.node.spawn import FORKS
+from holdfast.runtime.node.stack_texts import where
 from holdfast.runtime.node.status_page import Page
 
 REPEAT_S = 1.0  # a stall is reported again, because the controller may be a new one

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.runtime.agent.worker_processes import processes
 from holdfast.runtime.node.file_owners import doubt, is_ours
+from holdfast.runtime.node.run_processes import processes
 from holdfast.runtime.node.run_settings import SETTINGS_FILE, RunSettings
 from holdfast.runtime.node.rundir import ATTEMPT_NAME, RunDir, is_free
 

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId
-from holdfast.runtime.agent.worker_processes import processes
 from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of
-from holdfast.runtime.node.hang_evidence import stacks_path
+from holdfast.runtime.node.run_processes import processes
 from holdfast.runtime.node.rundir import OWNER, PAGES_PREFIX, SHARED_MEMORY, RunDir, empty_out, is_free
+from holdfast.runtime.node.stack_texts import stacks_path
 
 YOUNG_S = 60.0  # a younger directory may not be locked by its owner yet
 

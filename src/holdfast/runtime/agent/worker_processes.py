@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.spares import ANY_RANK
@@ -33,10 +33,11 @@ from holdfast.runtime.agent.exiting_processes import ExitingProcesses
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.service_names import zygote_of
 from holdfast.runtime.node.death_watch import listen
-from holdfast.runtime.node.process_info import command, ending, kill_group, kill_if, pidfd, started_with
+from holdfast.runtime.node.process_info import ending, kill_group, pidfd
 from holdfast.runtime.node.process_title import ROOM
+from holdfast.runtime.node.run_processes import kill_ours, writers
 from holdfast.runtime.node.run_settings import RunSettings
-from holdfast.runtime.node.rundir import PAGE, SPARE_PAGE, RunDir, open_log
+from holdfast.runtime.node.rundir import SPARE_PAGE, RunDir, open_log
 from holdfast.runtime.node.spawn import (
     FORKS,
     QUIET_DEVICES,
@@ -63,7 +64,6 @@ QUIT_WAIT_S = 1.0
 ANSWER_S = 10.0
 POLL_S = 0.01
 NO_ROOM_CODE = os.EX_CANTCREAT  # exit code of a worker for which shared memory has no room
-WRITER_MODULE = b"holdfast.store.write.writer_process"
 
 
 class WorkerProcess:
@@ -568,32 +568,6 @@ def _signal(life: WorkerProcess, number: signal.Signals) -> None:
         return
 
 
-def recorded_members(run: RunDir) -> list[tuple[MemberId, int]]:
-    """Return (member, pid) of every status page, dead members included; pid 0: the member never ran."""
-    return [(MemberId(page[Word.MEMBER]), page[Word.PID]) for page in each_page(run.pages(), PAGE)]
-
-
-def belongs(pid: int, run: RunDir) -> bool:
-    """Return True if ``pid`` is a process of this run (a pid may have been reused since it was recorded)."""
-    wanted = f"HOLDFAST_RUN_DIR={run.path}".encode()
-    return wanted in started_with(pid)
-
-
-def kill_ours(pid: int, run: RunDir) -> bool:
-    """Send SIGKILL to process ``pid`` if it belongs to this run. Return True if the signal was sent."""
-    return kill_if(pid, lambda pid: belongs(pid, run))
-
-
-def processes(run: RunDir) -> Iterator[int]:
-    """Return an iterator over the pids of all processes whose environment names this run's directory."""
-    return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
-
-
-def writers(run: RunDir) -> list[int]:
-    """Return the pids of this run's writers (processes that write saves), including those of dead workers."""
-    return [pid for pid in processes(run) if WRITER_MODULE in command(pid)]
-
-
 async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
     """Wait until the writers of this run have ended, for at most ``timeout_s`` seconds.
 
@@ -603,9 +577,3 @@ async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
     for pid in writers(run):
         await wait_gone(pid, max(0.0, deadline - time.monotonic()))
     return writers(run)
-
-
-def sweep(run: RunDir) -> list[int]:
-    """Send SIGKILL to all processes of this run except this one, and return their pids."""
-    others = (pid for pid in processes(run) if pid != os.getpid())
-    return [pid for pid in others if kill_ours(pid, run)]

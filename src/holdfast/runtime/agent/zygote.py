@@ -32,7 +32,7 @@ import msgspec
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.exit_codes import Exit
 from holdfast.frame_encryption import PRELOADS
-from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
+from holdfast.runtime.net.blocking_channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
 from holdfast.runtime.net.connection_limits import (
     ACCEPT_AGAIN_S,
     BURST,
@@ -47,6 +47,7 @@ from holdfast.runtime.node.env_record import versions
 from holdfast.runtime.node.framework_registry import (
     COMMON_PRELOADS,
     FRAMEWORKS,
+    SESSION_PRELOADS,
     FrameworkName,
     install_framework,
     note_broken,
@@ -360,7 +361,11 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
 
     # These imports make a million objects and little garbage: without collections they take a quarter less time.
     gc.disable()
-    bring((*FRAMEWORKS[framework].preloads, *COMMON_PRELOADS))
+    first, *others = FRAMEWORKS[framework].preloads
+    bring((first,))
+    if framework not in missing:  # without it no script has a session
+        bring((*others, *SESSION_PRELOADS))
+    bring(COMMON_PRELOADS)
     gc.freeze()
     gc.enable()
     if further and framework not in missing:

@@ -137,3 +137,14 @@ def _refuse_scope(text: str, flag: str) -> None:
             f"{flag} {text}: a scope id names an interface of one host, and means nothing on the others",
             hint="an address that all hosts reach: ip -6 addr show scope global",
         )
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the IP address of this host from which packets to ``host`` would leave. No packet is sent.
+
+    Raises:
+        OSError: there is no route, or the name is unknown.
+    """
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))
+        return str(sock.getsockname()[0])

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
 from holdfast.runtime.net.addresses import Address
-from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES
+from holdfast.runtime.net.blocking_channel import RECEIVE_SIZE_BYTES
 from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, HANDSHAKE_TIMEOUT_S, ConnectionLimits
 from holdfast.runtime.net.stream_sockets import is_local, listen, tune
 from holdfast.sealing import Secret

@@ -8,7 +8,6 @@ replaces the socket of a killed process in one step, and a socket listens before
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import socket
@@ -17,11 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import UsageError
 from holdfast.runtime.net.addresses import Address, family_of, is_loopback
 from holdfast.runtime.net.connection_limits import BACKLOG
+
+if TYPE_CHECKING:
+    import asyncio
 
 PATH_SIZE_BYTES_MAX = 107
 USER_TIMEOUT_MS = 5_000
@@ -29,10 +31,9 @@ THIN_LINEAR_TIMEOUTS = (
     16  # TCP_THIN_LINEAR_TIMEOUTS: lost packets are repeated every 0.2 s, without growing pauses
 )
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 1, 3
+P = TypeVar("P", bound="asyncio.BaseProtocol")
 FULL_AGAIN_S = 0.01
 """Seconds between two attempts to connect to a Unix socket with a full backlog. The kernel refuses these at once."""
-
-P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 def is_private(directory: Path) -> bool:
@@ -84,6 +85,8 @@ async def dial_protocol(make: Callable[[], P], at: Address) -> P:
     Raises:
         OSError: no process listens there.
     """
+    import asyncio  # here: a launcher has no event loop
+
     loop = asyncio.get_running_loop()
     if not at.is_path:
         return (await loop.create_connection(make, at.host, at.port))[1]

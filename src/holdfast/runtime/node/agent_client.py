@@ -12,7 +12,7 @@ from pathlib import Path
 from holdfast.core.protocol.messages import Ack, ExitRun, StopRun
 from holdfast.core.protocol.notices import DrainNode
 from holdfast.errors import AuthError, FaultError, ProtocolError
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.service_names import agent_of
 from holdfast.runtime.node.rundir import Endpoint, RunDir, open_log
 from holdfast.sealing import Secret

@@ -24,8 +24,8 @@ class Framework(NamedTuple):
     """The names that belong to one framework.
 
     ``install_module`` has a function ``install()``, which a worker calls before user code. ``preloads`` are the modules
-    that the zygote imports. ``records_module`` has a function ``records()``, which returns the flight records of the
-    framework. The name is empty for a framework without a flight recorder.
+    that the zygote imports, the framework itself first. ``records_module`` has a function ``records()``, which returns
+    the flight records of the framework. The name is empty for a framework without a flight recorder.
     """
 
     package: str
@@ -48,8 +48,9 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
             "torch.distributed.tensor",
             "torch.utils.data",
             "torch._dynamo",
-            "holdfast.frameworks.torch",
             "holdfast.frameworks.torch.comm.backend",
+            "holdfast.frameworks.torch.adapter",
+            "holdfast.frameworks.torch.plain_adapter",
         ),
         "holdfast.frameworks.torch.comm.flight_records",
     ),
@@ -77,7 +78,8 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
         ),
     ),
 }
-COMMON_PRELOADS = ("holdfast.session", "holdfast.runtime.worker.entry")
+SESSION_PRELOADS = ("holdfast.session.api", "holdfast.session.session")
+COMMON_PRELOADS = ("holdfast.runtime.worker.entry",)
 
 
 def install_framework(name: FrameworkName) -> None:

@@ -17,7 +17,6 @@ import ctypes
 import faulthandler
 import os
 import platform
-import re
 import signal
 import sys
 import threading
@@ -33,8 +32,8 @@ import msgspec
 from holdfast.core.ids import MemberId
 from holdfast.core.protocol.health_messages import Records
 from holdfast.core.protocol.status_page import PageFlag, Word
-from holdfast.package import DIRECTORY
 from holdfast.runtime.node.rundir import RunDir, open_log, write_private
+from holdfast.runtime.node.stack_texts import is_complete, stacks_path
 from holdfast.runtime.node.status_page import Page
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -43,11 +42,7 @@ ANSWER_S = 0.5  # a process without stacks after this time does not answer
 POLL_S = 0.01
 STACKS_SIZE_BYTES_MAX = 256 * 1024
 RECORDS_SIZE_BYTES_MAX = 16 << 20
-WHERE_LENGTH_MAX = 240
-FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
-MAIN = "Stack (most recent call first):"
 FRAMES_MAX = 100  # most frames written of one thread, as in faulthandler
-INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{DIRECTORY}/")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _TGKILL = {"x86_64": 234, "aarch64": 131}.get(
     platform.machine()
@@ -113,14 +108,6 @@ def _write_others(fd: int) -> None:
             lines.append(f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}')
         with contextlib.suppress(OSError):  # no room: the evidence lacks it
             os.write(fd, "\n".join([*lines, ""]).encode(errors="replace"))  # a file object is not reentrant
-
-
-def stacks_path(run: RunDir, member_id: MemberId) -> Path:
-    """Return the file for the stacks of a worker.
-
-    It is beside the status pages, in shared memory, so that no slow disk delays the write.
-    """
-    return run.pages() / f"stacks-{member_id}"
 
 
 def offer_records(path: Path, read: Callable[[], Records]) -> None:
@@ -232,14 +219,6 @@ def _read_records(path: Path) -> Records:
         return Records()
 
 
-def is_complete(stacks: str) -> bool:
-    """Return True if ``stacks`` has at least the beginning of the main thread's stack, up to the end of a line.
-
-    The stack arrives line by line and has no end mark.
-    """
-    return MAIN in stacks and stacks.endswith("\n") and bool(FRAME.search(_main(stacks)))
-
-
 def _new_text(path: Path, offset: int) -> str:
     try:
         with path.open("rb") as file:
@@ -247,31 +226,3 @@ def _new_text(path: Path, offset: int) -> str:
             return file.read(STACKS_SIZE_BYTES_MAX).decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def _main(stacks: str) -> str:
-    return stacks.partition(MAIN)[2].partition("\n\n")[0]
-
-
-def where(stacks: str) -> str:
-    """Return the innermost frame of the main thread and the innermost one in user code, as text; empty if unknown."""
-    frames = [match.groupdict() for match in FRAME.finditer(_main(stacks))]
-    if not frames:
-        return ""
-    text = _frame(frames[0])
-    user = next((f for f in frames if not any(inner in f["file"] for inner in INNER)), None)
-    if user is not None and user is not frames[0]:
-        text = f"{text}, called from {_frame(user)}"
-    return whole_words(text, WHERE_LENGTH_MAX)
-
-
-def whole_words(text: str, length_max: int) -> str:
-    """Return ``text`` cut to ``length_max`` characters, after a whole word if possible."""
-    if len(text) <= length_max:
-        return text
-    head = text[: length_max - 3]
-    return f"{head.rpartition(' ')[0] or head}..."
-
-
-def _frame(frame: dict[str, str]) -> str:
-    return f"{frame['name']} ({Path(frame['file']).name}:{frame['line']})"

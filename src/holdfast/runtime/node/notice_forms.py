@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import msgspec
@@ -95,6 +94,8 @@ def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
     Raises:
         ProtocolError: the answer has another form.
     """
+    from email.utils import parsedate_to_datetime  # here: an agent outside of Azure need not import it
+
     found = []
     for event in _decoded(body, _AzureEvents, "scheduledevents").events:
         if event.event_type not in AZURE_LEAVES or (event.resources and name not in event.resources):

@@ -28,11 +28,12 @@ from holdfast.runtime.node import env_record
 from holdfast.runtime.node.death_watch import hold
 from holdfast.runtime.node.deferred_rank import exempt, use
 from holdfast.runtime.node.framework_registry import install_framework, records
-from holdfast.runtime.node.hang_evidence import offer_records, offer_stacks, records_path, stacks_path
+from holdfast.runtime.node.hang_evidence import offer_records, offer_stacks, records_path
 from holdfast.runtime.node.line_output import by_line
 from holdfast.runtime.node.process_title import set_title
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir, environment_path, open_log
+from holdfast.runtime.node.stack_texts import stacks_path
 from holdfast.runtime.node.status_page import Page
 from holdfast.runtime.worker.user_exception import follows, show, show_following, tell
 from holdfast.runtime.worker.worker_client import WorkerClient

@@ -30,10 +30,11 @@ from holdfast.core.protocol.status_page import Word
 from holdfast.errors import HINTS_OF_THE_MACHINE, AuthError, GroupError, UsageError
 from holdfast.runtime.node.death_watch import hold
 from holdfast.runtime.node.file_owners import doubt
-from holdfast.runtime.node.hang_evidence import offer_stacks, stacks_path
+from holdfast.runtime.node.hang_evidence import offer_stacks
 from holdfast.runtime.node.process_info import start_ticks
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir, write_private
+from holdfast.runtime.node.stack_texts import stacks_path
 from holdfast.runtime.node.status_page import Page
 from holdfast.runtime.worker.library_nodes import (
     JOIN_S,

@@ -26,7 +26,7 @@ import msgspec
 from holdfast.core.ids import Generation
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.runtime.net.addresses import Address
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.request_server import TIMEOUT_S, AnswerServer
 from holdfast.runtime.net.service_names import state_of
 from holdfast.sealing import Secret

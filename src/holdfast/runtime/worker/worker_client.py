@@ -40,7 +40,7 @@ from holdfast.core.protocol.messages import (
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import InternalError, ProtocolError, UnsupportedError
 from holdfast.exit_codes import Exit
-from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.service_names import agent_of
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.flight_recorder import Flight

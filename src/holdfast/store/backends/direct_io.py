@@ -20,8 +20,6 @@ import mmap
 import os
 from pathlib import Path
 
-import numpy as np
-
 from holdfast.errors import InternalError
 from holdfast.store.backends.durable_files import write_at, writing
 
@@ -30,6 +28,8 @@ _ALIGNMENT = 4096
 
 
 def _address(data: memoryview) -> int:
+    import numpy as np  # here, since an agent writes no checkpoint
+
     return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 

@@ -21,9 +21,9 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import xxhash
 
 from holdfast.core.protocol.layout_messages import Layout
@@ -40,10 +40,12 @@ from holdfast.store.layouts.shardings import (
     Cuts,
     Grid,
     HeldBoxes,
-    Integers,
     cut,
     whole_cuts,
 )
+
+if TYPE_CHECKING:
+    from holdfast.store.layouts.shardings import Integers
 
 CATALOGUE_VERSION = 2
 FQN_LENGTH_MAX = 1024
@@ -325,12 +327,16 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     def boxes(self, tensor: TensorEntry) -> list[tuple[Box, tuple[int, ...]]]:
         """Return all distinct boxes of a tensor with the ranks that hold them, sorted by box."""
+        import numpy as np
+
         grid = self.grids[tensor.grid]
         held = grid.on(tensor.shape)
         return _with_holders(grid, held, np.arange(len(held.entry)))
 
     def held_by(self, rank: int) -> list[tuple[TensorEntry, Box, tuple[int, ...]]]:
         """Return (tensor, box, all ranks that hold this box) for each box of ``rank``, sorted by tensor and box."""
+        import numpy as np
+
         entries = [grid.entries_of(rank) for grid in self.grids]
         known: dict[tuple[int, Shape], list[tuple[Box, tuple[int, ...]]]] = {}
         for number, shape in self.kinds:

@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -33,8 +34,11 @@ from numpy.typing import NDArray
 from holdfast.errors import StateError
 from holdfast.store.layouts.coverage import missing
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue, subtract
-from holdfast.store.layouts.shardings import HeldBoxes, Integers
+from holdfast.store.layouts.shardings import HeldBoxes
 from holdfast.text import noun_of
+
+if TYPE_CHECKING:
+    from holdfast.store.layouts.shardings import Integers
 
 PART_SIZE_BYTES_MIN = 1024 * 1024
 """Approximate smallest size of a part of a box: each part costs a header entry and a read."""

@@ -12,6 +12,8 @@ Invariants:
 2. Every step has at least two parts. A dimension that is not cut has no step.
 3. Cells of a grid that are all parts of the same cuts never overlap, on any shape. If the grid has as many such cells
    as the cuts have parts, the cells cover any shape exactly once (``exact``).
+
+NumPy is imported where it computes: the agents, which read layouts and compute no boxes, start without it.
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.errors import StateError
 from holdfast.store.layouts.box import LENGTH_MAX, Box, Shape
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
+
 DEPTH_MAX = 8
 STEPS_MAX = 2**26
 
-Integers = NDArray[np.int64]
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """A cell: per dimension the steps (number of parts, index of one part), the outermost first.
 
@@ -114,12 +119,16 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def _listed(self) -> tuple[Integers, Integers]:
         """Offsets and sizes of the grid's boxes, as arrays of shape [boxes, dimensions]."""
+        import numpy as np
+
         offsets = np.array([box.offsets for box in self.boxes], np.int64)
         return offsets, np.array([box.sizes for box in self.boxes], np.int64)
 
     @cached_property
     def _steps(self) -> Integers:
         """The steps of all cells: an array [step, dimension, cell, (parts, index)]; (1, 0) where a cell has no step."""
+        import numpy as np
+
         depth = max((len(steps) for cell in self.cells for steps in cell.cuts), default=0)
         steps = np.zeros((depth, len(self.cells[0].cuts), len(self.cells), 2), np.int64)
         steps[..., 0] = 1
@@ -151,6 +160,8 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             shape: the shape of the tensor.
             among: indices of the grid's cells (or boxes) that are needed; None: all. The result may contain others.
         """
+        import numpy as np
+
         if 0 in shape:
             zero = np.zeros((1, len(shape)), np.int64)
             return HeldBoxes(
@@ -182,6 +193,8 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     def _merged(self, held: HeldBoxes) -> HeldBoxes:
         """Return ``held`` with equal boxes joined into one box that has the holders of all of them."""
+        import numpy as np
+
         first: dict[tuple[int, ...], int] = {}
         joined: dict[int, set[int]] = {}
         keep: list[int] = []

@@ -18,14 +18,16 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from holdfast.store.layouts.box import Box, Shape, is_shape
-from holdfast.store.layouts.shardings import Integers
 from holdfast.store.mindspore.strategy import WHOLE_GROUP, Cut
 from holdfast.text import ranges
+
+if TYPE_CHECKING:
+    from holdfast.store.layouts.shardings import Integers
 
 
 class Division(NamedTuple):

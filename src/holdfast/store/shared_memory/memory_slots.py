@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
-import numpy as np
 import xxhash
 
 from holdfast.errors import CheckpointInvalid, StateError
@@ -509,6 +508,8 @@ def copy_hashed(pieces: Iterable[memoryview], goal: memoryview) -> int:
     Raises:
         StateError: the pieces have another total size than ``goal``.
     """
+    import numpy as np  # here, since an agent copies no state
+
     digest = xxhash.xxh3_64()
     if not len(goal):
         return digest.intdigest()

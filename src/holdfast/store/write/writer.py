@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import xxhash
@@ -35,8 +35,10 @@ from holdfast.store.format.json_values import VALUES_SIZE_BYTES_MAX, encode_valu
 from holdfast.store.format.manifest import BoxRecord, FileEntry, RankManifest
 from holdfast.store.format.safetensors_codec import Header, StoredTensor, dcp_metadata, encode_header
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue
-from holdfast.store.layouts.save_plan import SavePlan, WriteItem
 from holdfast.store.read.validation import read_index, seal_of, share_damage
+
+if TYPE_CHECKING:
+    from holdfast.store.layouts.save_plan import SavePlan, WriteItem
 
 BLOCK_SIZE_BYTES = 16 * 1024 * 1024
 BLOCK_SIZE_BYTES_MAX = 128 * 1024 * 1024
