@@ -143,6 +143,10 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "x = 0\ndef closure():\n    x.backward()\nif n % 8 == 0:\n    x = 1\nn += 1\ntrain(closure)\noptimizer.step()": (
         "n",
     ),
+    # A read in a line of a log has no part in the update.
+    "print(w)\nw = step.number\n(w * model(batch)).backward()\noptimizer.step()": (),
+    "print(w)\nx = w * model(batch)\nw = step.number\nx.backward()\noptimizer.step()": ("w",),
+    "if step.number % 3:\n    w = step.number\n    (w * model(batch)).backward()\nprint(w)\noptimizer.step()": (),
     # An entry of a cache has the same value at each time.
     "w = made(batch, cache)\nif w not in cache:\n    cache[w] = 2\n(cache[w] * w).backward()\noptimizer.step()\n"
     "if n % 8 == 0:\n    if test not in cache:\n        cache[test] = 2\nn += 1": ("cache",),
@@ -264,6 +268,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nif step.number % 10 == 0:\n    torch.save(model, 'last.pt')": (),
     "optimizer.step()\nseen += 1\nif seen % 10 == 0:\n    save_checkpoint(model)": ("seen",),
     "optimizer.step()\nseen += 1\nif seen % 10 == 0:\n    print(seen)": (),
+    "optimizer.step()\nprint(seen)\nseen = step.number\nif seen % 10 == 0:\n    save_checkpoint(model)": (),
     "optimizer.step()\npart = step.number % 2\nif not part:\n    count = step.number\n"
     "if every and not part and count % 10 == 0:\n    save(model)": (),
 }

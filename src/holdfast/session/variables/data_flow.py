@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import owners_of, values_of
@@ -39,9 +39,21 @@ class _Branches(NamedTuple):
     leave: tuple[bool, bool]
 
 
-_Use = tuple[str, bool]
-"""A variable, and whether it is written."""
-_Item = _Use | _Branches
+class Use(NamedTuple):
+    """A use of a variable.
+
+    Attributes:
+        name: the variable.
+        writes: whether it is written.
+        at: line and column of a read; None: the write of a part of the variable, which also reads it.
+    """
+
+    name: str
+    writes: bool
+    at: tuple[int, int] | None
+
+
+_Item = Use | _Branches
 
 
 def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
@@ -57,16 +69,11 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
         left = [each for each in left if each not in found]
         for node, tests in found:
             indices = [target.slice for target in targets(node) if isinstance(target, ast.Subscript)]
-            # An entry of a cache has the same value at each time.
-            for source in (
-                assigned_value(node),
-                *(tests[-1:] if _fills_cache(node, tests) else tests),
-                *indices,
-            ):
+            for source in (assigned_value(node), *tests, *indices):
                 if source is not None:
                     flow.want(source)
     items = list(_items(block))
-    always, first = _first_uses(items, set()), _first_uses(items, flow.written)
+    always, first = (_first_uses(items, varying, flow.reads) for varying in (set[str](), flow.written))
     read = [name for name, writes in first.items() if not writes and name in flow.wanted]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
@@ -111,6 +118,7 @@ class _DataFlow:
     Attributes:
         written: the names that the block writes.
         wanted: the names in the wanted expressions.
+        reads: the uses in the wanted expressions.
     """
 
     def __init__(self, block: ast.AST) -> None:
@@ -122,6 +130,7 @@ class _DataFlow:
         self._parts: dict[str, set[tuple[float, float]]] = {}
         self.written = written([block])
         self.wanted: set[str] = set()
+        self.reads: set[Use] = set()
         self._add(block, ())
 
     def _add(self, node: ast.AST, loops: tuple[ast.AST, ...]) -> None:
@@ -144,6 +153,7 @@ class _DataFlow:
 
     def want(self, expression: ast.AST) -> None:
         """Want what the value of ``expression`` depends on."""
+        self.reads.update(uses(expression, results=True))
         for name in names_in([expression]):
             self.wanted.add(name)
             # A variable is also wanted if an attribute or element of it is.
@@ -161,7 +171,7 @@ class _DataFlow:
 
     def reaches(self, assignment: Assignment) -> bool:
         """Return whether an assignment reaches a wanted expression."""
-        names = [name for target in targets(assignment) for name, _ in uses(target)]
+        names = [use.name for target in targets(assignment) for use in uses(target)]
         parts = [part for name in names for part in self._parts.get(name, ())]
         number = self._number.get(id(assignment))
         # An attribute or an element may belong to an object that has another name as well.
@@ -182,16 +192,28 @@ def _is_of_names(target: ast.expr) -> bool:
     return False
 
 
-def _first_uses(items: Iterable[_Item], varying: set[str]) -> dict[str, bool]:
+def _first_uses(items: Iterable[_Item], varying: set[str], reads: Set[Use] | None = None) -> dict[str, bool]:
     """Return whether the first use of each name is a write. A name is left out if not every step uses it.
 
     Args:
+        items: the uses.
         varying: variables that differ from step to step. Of an ``if`` that depends on one of them, each step takes
             another branch. What a branch of another ``if`` writes counts as written.
+        reads: the reads that count (a line of a log may read a variable before the step sets it); None: all.
     """
     first: dict[str, bool] = {}
-    _follow(items, varying, first, {}, frozenset())
+    _follow(list(_counting(items, reads)), varying, first, {}, frozenset())
     return first
+
+
+def _counting(items: Iterable[_Item], reads: Set[Use] | None) -> Iterator[_Item]:
+    """Yield ``items`` without the reads that do not count."""
+    for item in items:
+        if isinstance(item, _Branches):
+            body, other = (list(_counting(uses, reads)) for uses in item.uses)
+            yield item._replace(uses=(body, other))
+        elif item.writes or item.at is None or reads is None or item in reads:
+            yield item
 
 
 def _follow(
@@ -209,8 +231,8 @@ def _follow(
     """
     for item in items:
         if not isinstance(item, _Branches):
-            name, writes = item
-            first.setdefault(name, writes or any(first.get(owner, False) for owner in owners_of(name)))
+            name = item.name
+            first.setdefault(name, item.writes or any(first.get(owner, False) for owner in owners_of(name)))
             continue
         condition = _text_of(item.test)
         body, other = under | {condition}, under | {f"not {condition}"}
@@ -237,12 +259,12 @@ def _text_of(test: ast.expr) -> str:
 
 def names_in(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the names of the variables on which the values of expressions depend."""
-    return {name for node in nodes for name, _ in uses(node, results=True)}
+    return {use.name for node in nodes for use in uses(node, results=True)}
 
 
 def written(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the names of the variables that ``nodes`` write."""
-    return {name for node in nodes for name, writes in uses(node) if writes}
+    return {use.name for node in nodes for use in uses(node) if use.writes}
 
 
 def assigned(
@@ -266,12 +288,12 @@ def targets(node: Assignment) -> Iterable[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
-def uses(node: ast.AST, *, results: bool = False) -> Iterator[_Use]:
+def uses(node: ast.AST, *, results: bool = False) -> Iterator[Use]:
     """Yield the uses of :func:`_items`, one after the other."""
     return _flat(_items(node, results=results))
 
 
-def _flat(items: Iterable[_Item]) -> Iterator[_Use]:
+def _flat(items: Iterable[_Item]) -> Iterator[Use]:
     for item in items:
         if isinstance(item, _Branches):
             for uses in item.uses:
@@ -301,7 +323,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             )
             yield _Branches(node.test, (body, other), (_leaves_turn(node.body), _leaves_turn(node.orelse)))
         case ast.AugAssign():
-            yield from ((name, False) for name, _ in uses(node.target))
+            yield from (Use(use.name, False, None) for use in uses(node.target))
             yield from _items(node.value)
             yield from _items(node.target)
         case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
@@ -313,26 +335,25 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             for part in (node.iter, node.target, *node.body, *node.orelse):
                 yield from _items(part)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            own = {name for each in node.generators for name, _ in uses(each.target)}
+            own = {use.name for each in node.generators for use in uses(each.target)}
             for child in ast.iter_child_nodes(node):
                 inside = uses(child, results=results)
-                yield from (use for use in inside if own.isdisjoint((use[0], *owners_of(use[0]))))
+                yield from (use for use in inside if own.isdisjoint((use.name, *owners_of(use.name))))
         case ast.Name():
-            yield node.id, isinstance(node.ctx, ast.Store)
+            yield _use(node.id, node)
         case ast.Attribute() if name := chain(node):
             if not isinstance(node.value, ast.Name):
                 yield from _items(node.value)
-            yield name, isinstance(node.ctx, ast.Store)
+            yield _use(name, node)
         case ast.Subscript(slice=ast.Constant(value=str(key))) if chain(node.value) and not set(key) & set(
             '"[]'
         ):
-            writes = not isinstance(node.ctx, ast.Load)
-            if writes:
-                yield chain(node.value), False
-            yield f'{chain(node.value)}["{key}"]', writes
+            if not isinstance(node.ctx, ast.Load):
+                yield Use(chain(node.value), False, None)
+            yield _use(f'{chain(node.value)}["{key}"]', node)
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _items(node.slice, results=results)
-            yield from ((name, isinstance(node.ctx, ast.Store)) for name, _ in uses(node.value))
+            yield from (_use(use.name, node) for use in uses(node.value))
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
@@ -340,16 +361,23 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             not results and chain(owner) and (attribute in _FILLS or _changes(chain(owner), attribute))
         ):
             if attribute != "clear":
-                yield chain(owner), False
+                yield Use(chain(owner), False, None)
             for child in ast.iter_child_nodes(node):
                 yield from _items(child)
-            yield chain(owner), True
+            yield Use(chain(owner), True, None)
         case CallWithBody() if results:
             for part in node.results():
                 yield from _items(part, results=True)
         case _:
             for child in ast.iter_child_nodes(node):
                 yield from _items(child, results=results)
+
+
+def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> Use:
+    at = getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+    # `del seen["x"]` changes the dict, and `del x` changes no value.
+    changes = (ast.Store, ast.Del) if isinstance(node, ast.Subscript) else ast.Store
+    return Use(name, isinstance(node.ctx, changes), at)
 
 
 def _leaves_turn(branch: Sequence[ast.stmt]) -> bool:

@@ -58,7 +58,7 @@ def _name(target: ast.expr | None) -> str:
         case None | ast.Name(ctx=ast.Store()):
             return ""
         case ast.Subscript(value=container):
-            return next((name for name, writes in uses(target) if writes), chain(container))
+            return next((use.name for use in uses(target) if use.writes), chain(container))
     return chain(target)
 
 
