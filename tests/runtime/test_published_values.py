@@ -9,13 +9,13 @@ from typing import cast
 import pytest
 
 from holdfast.core.protocol.messages import KvReply
-from holdfast.errors import GroupError, ProtocolError
+from holdfast.errors import GroupError, ProtocolError, UsageError
 from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.runtime.worker.library_mode import agree_on_root
 from holdfast.runtime.worker.published_values import first_published, published
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.checkpoints import resume
-from holdfast.session.loops.loop_bounds import compare_bounds
+from holdfast.session.loops.loop_bounds import compare_bounds, compare_turns
 
 KEY, WHEN = "holdfast/list", "before rank 0 had published the list"
 
@@ -56,6 +56,17 @@ def test_one_rank_agrees_with_itself() -> None:
 def test_another_number_of_values_is_refused() -> None:
     with pytest.raises(ProtocolError, match=KEY):
         first_published(client_that_gets(KvReply(request_id=1, value=b"[1]")), KEY, [1, 2], "nothing was")
+
+
+def test_other_numbers_of_epochs_are_refused_with_both_numbers() -> None:
+    """Regression: the error of a replacement that counts the epochs that are left did not name the other number."""
+    client = client_that_gets(KvReply(request_id=1, value=b'["epochs",5]'))
+    adapter = cast(StateAdapter, SimpleNamespace(rank=1, world_size=2))
+    compare_turns(client, adapter, "0", "epochs", 5)
+    said = "epochs has 2 turns on rank 1, and another rank has epochs with 5 turns"
+    with pytest.raises(UsageError, match=said) as refused:
+        compare_turns(client, adapter, "0", "epochs", 2)
+    assert "N - start_epoch" in refused.value.hint
 
 
 @pytest.mark.parametrize(

@@ -167,13 +167,13 @@ def compare_turns(
     Raises:
         UsageError: the first rank has another kind or number of turns.
     """
-    mine = [kind, turns]
     peers = client if adapter.world_size > 1 else None
-    if (
-        first_published(peers, f"holdfast/turns/{way}", mine, "the epochs and phases of the ranks were")
-        != mine
-    ):
+    what = "the epochs and phases of the ranks were"
+    theirs, number = first_published(peers, f"holdfast/turns/{way}", [kind, turns], what)
+    if [theirs, number] != [kind, turns]:
         raise UsageError(
-            f"{kind} has {plural(turns, 'turn')} on rank {adapter.rank}, and another rank has another number",
-            hint="give every rank the same s.epochs(N) and s.phase(name), in the same order",
+            f"{kind} has {plural(turns, 'turn')} on rank {adapter.rank}, and another rank has {theirs} with "
+            f"{plural(number, 'turn')}",
+            hint="give every rank the same s.epochs(N) and s.phase(name), in the same order. N is the number of all "
+            "epochs of the job, also in a process that joins or resumes: not s.epochs(N - start_epoch)",
         )
