@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import linecache
 import types
 from collections.abc import Iterator
@@ -174,6 +175,15 @@ FOUND: dict[str, tuple[str, ...]] = {
     "loss.backward()\noptimizer.step()\nnet.drop.p = min(0.5, net.drop.p + 0.1)": ("net.drop.p",),
     "loss.backward()\noptimizer.step()\nnet.drop.p = 0.1 * seen\nseen += 1": ("seen",),
     "loss.backward()\noptimizer.step()\nnet.drop.p = 0.1 / step.number": (),
+    # A branch that a flag of the command line excludes has no part in the update.
+    "optimizer.step()\nif not args.adam:\n    kept *= seen\nseen += 1": (),
+    "optimizer.step()\nif args.adam:\n    show = 1\nelse:\n    kept *= seen\nseen += 1": (),
+    "optimizer.step()\nif args.adam:\n    kept *= seen\nseen += 1": ("seen",),
+    "optimizer.step()\nif args.rate:\n    kept *= seen\nseen += 1": ("seen",),
+    "optimizer.step()\nif not args.adam:\n    kept *= seen\nseen += 1\nargs.adam = seen < 9": (
+        "seen",
+        "args.adam",
+    ),
 }
 
 
@@ -202,13 +212,14 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     exec(compile(RATES, str(other), "exec"), vars(rates))
     adjust, adjust_deeply = rates.adjust, rates.adjust_deeply
     shows, seen = numbers_from(4), 1  # drawn from after the block
+    args = argparse.Namespace(adam=True, rate=0.1)
     net = module.Net()
     wrapped, twice = nn.DataParallel(net), nn.DataParallel(nn.DataParallel(module.Net()))
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]
     used = (outer, enclosed, own, set_by, shows, seen, rate_now, set_rate, counted, mean, numbers, bound)
-    assert all((*used, set_given, set_scaled, adjust, adjust_deeply, wrapped, twice)) and number == 0
+    assert all((*used, set_given, set_scaled, adjust, adjust_deeply, wrapped, twice, args)) and number == 0
 
 
 TRAINER = """

@@ -10,12 +10,14 @@ up in the running script, so the search needs the frames of the script on the st
 has wrapped (``DistributedDataParallel``, ``torch.compile``) counts as a call of the module in it, under the variable of
 the script that has this module, if there is one.
 
-Functions of libraries are left out, and so are functions below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies. The
-functions in which the update is made now are a part of the loop: they add nothing to the depth.
+A branch that a flag of ``argparse`` excludes is left out. Functions of libraries are left out, and so are functions
+below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies. The functions in which the update is made now are a part of
+the loop: they add nothing to the depth.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import builtins
 import inspect
@@ -115,7 +117,7 @@ def with_bodies(
     found = {at: node for node in ast.walk(tree) if (at := _place(node)) in wanted}
     copies = [found[at] for at in wanted if at in found]
     if copies:
-        _Bodies(place, inner).visit(copies[0])
+        _Bodies(place, inner, copies[0]).visit(copies[0])
     return copies
 
 
@@ -125,14 +127,37 @@ class _Bodies(ast.NodeTransformer):
     Args:
         place: file and line that the frame of the loop executes now. Functions of other files have other globals.
         inner: file and line that the frames inside of the loop execute now.
+        loop: the loop.
     """
 
-    def __init__(self, place: tuple[str, int], inner: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, place: tuple[str, int], inner: Sequence[tuple[str, int]], loop: ast.AST) -> None:
         self._place = place
         self._inner = inner
+        attributes = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
+        self._assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
         self._depth = 0
         self._active: list[CodeType] = []
         self._count = 0
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        match self._setting(node.test):
+            case True:
+                node.orelse = []
+            case False:
+                node.body = [ast.Pass()]
+        return self.generic_visit(node)
+
+    def _setting(self, test: ast.expr) -> bool | None:
+        """Return the value of a flag of the command line, which does not change in the loop; None: it is no such."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=flag):
+                value = self._setting(flag)
+                return None if value is None else not value
+            case ast.Attribute(value=owner, attr=name) if chain(owner) and name not in self._assigned:
+                arguments = _value(chain(owner), self._place)
+                value = arguments.__dict__.get(name) if isinstance(arguments, argparse.Namespace) else None
+                return value if isinstance(value, bool) else None
+        return None
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
