@@ -181,8 +181,8 @@ FOUND: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nif args.adam:\n    kept *= seen\nseen += 1": ("seen",),
     "optimizer.step()\nif args.rate:\n    kept *= seen\nseen += 1": ("seen",),
     "optimizer.step()\nif not args.adam:\n    kept *= seen\nseen += 1\nargs.adam = seen < 9": (
-        "seen",
         "args.adam",
+        "seen",
     ),
 }
 
