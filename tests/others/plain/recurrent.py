@@ -1,4 +1,4 @@
-"""A recurrent network reads a text in order: its hidden state goes on to the next batch (truncated backpropagation)."""
+"""A recurrent network reads a text in order: each batch begins with the hidden state of the last one."""
 
 from __future__ import annotations
 

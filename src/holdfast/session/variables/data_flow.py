@@ -39,7 +39,7 @@ class _Branches(NamedTuple):
     leave: tuple[bool, bool]
 
 
-class Use(NamedTuple):
+class VariableUse(NamedTuple):
     """A use of a variable.
 
     Attributes:
@@ -53,7 +53,7 @@ class Use(NamedTuple):
     at: tuple[int, int] | None
 
 
-_Item = Use | _Branches
+_Item = VariableUse | _Branches
 
 
 def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
@@ -130,7 +130,7 @@ class _DataFlow:
         self._parts: dict[str, set[tuple[float, float]]] = {}
         self.written = written([block])
         self.wanted: set[str] = set()
-        self.reads: set[Use] = set()
+        self.reads: set[VariableUse] = set()
         self._add(block, ())
 
     def _add(self, node: ast.AST, loops: tuple[ast.AST, ...]) -> None:
@@ -192,7 +192,9 @@ def _is_of_names(target: ast.expr) -> bool:
     return False
 
 
-def _first_uses(items: Iterable[_Item], varying: set[str], reads: Set[Use] | None = None) -> dict[str, bool]:
+def _first_uses(
+    items: Iterable[_Item], varying: set[str], reads: Set[VariableUse] | None = None
+) -> dict[str, bool]:
     """Return whether the first use of each name is a write. A name is left out if not every step uses it.
 
     Args:
@@ -206,7 +208,7 @@ def _first_uses(items: Iterable[_Item], varying: set[str], reads: Set[Use] | Non
     return first
 
 
-def _counting(items: Iterable[_Item], reads: Set[Use] | None) -> Iterator[_Item]:
+def _counting(items: Iterable[_Item], reads: Set[VariableUse] | None) -> Iterator[_Item]:
     """Yield ``items`` without the reads that do not count."""
     for item in items:
         if isinstance(item, _Branches):
@@ -288,12 +290,12 @@ def targets(node: Assignment) -> Iterable[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
-def uses(node: ast.AST, *, results: bool = False) -> Iterator[Use]:
+def uses(node: ast.AST, *, results: bool = False) -> Iterator[VariableUse]:
     """Yield the uses of :func:`_items`, one after the other."""
     return _flat(_items(node, results=results))
 
 
-def _flat(items: Iterable[_Item]) -> Iterator[Use]:
+def _flat(items: Iterable[_Item]) -> Iterator[VariableUse]:
     for item in items:
         if isinstance(item, _Branches):
             for uses in item.uses:
@@ -323,7 +325,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             )
             yield _Branches(node.test, (body, other), (_leaves_turn(node.body), _leaves_turn(node.orelse)))
         case ast.AugAssign():
-            yield from (Use(use.name, False, None) for use in uses(node.target))
+            yield from (VariableUse(use.name, False, None) for use in uses(node.target))
             yield from _items(node.value)
             yield from _items(node.target)
         case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
@@ -349,7 +351,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             '"[]'
         ):
             if not isinstance(node.ctx, ast.Load):
-                yield Use(chain(node.value), False, None)
+                yield VariableUse(chain(node.value), False, None)
             yield _use(f'{chain(node.value)}["{key}"]', node)
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _items(node.slice, results=results)
@@ -361,10 +363,10 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             not results and chain(owner) and (attribute in _FILLS or _changes(chain(owner), attribute))
         ):
             if attribute != "clear":
-                yield Use(chain(owner), False, None)
+                yield VariableUse(chain(owner), False, None)
             for child in ast.iter_child_nodes(node):
                 yield from _items(child)
-            yield Use(chain(owner), True, None)
+            yield VariableUse(chain(owner), True, None)
         case CallWithBody() if results:
             for part in node.results():
                 yield from _items(part, results=True)
@@ -373,11 +375,11 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
                 yield from _items(child, results=results)
 
 
-def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> Use:
+def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> VariableUse:
     at = getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
     # `del seen["x"]` changes the dict, and `del x` changes no value.
     changes = (ast.Store, ast.Del) if isinstance(node, ast.Subscript) else ast.Store
-    return Use(name, isinstance(node.ctx, changes), at)
+    return VariableUse(name, isinstance(node.ctx, changes), at)
 
 
 def _leaves_turn(branch: Sequence[ast.stmt]) -> bool:

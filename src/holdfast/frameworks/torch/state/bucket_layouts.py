@@ -186,10 +186,19 @@ class BucketLayouts:
         self._agreed = False
 
     def forget(self) -> None:
-        """Reset the reducers: they keep their buckets and count their passes from zero, as healed reducers do."""
-        self._agreed = False
+        """Reset the reducers: they keep their buckets and count their passes from zero, as healed reducers do.
+
+        After :meth:`agree` they get the known layouts again: the other ranks do not compare theirs a second time.
+        """
         for wrapper in self._wrappers:
             forget_pass(wrapper)
+        if self._agreed:
+            self._set_known()
+
+    def _set_known(self) -> None:
+        for n, (wrapper, layout) in enumerate(zip(self._wrappers, self._known, strict=True)):
+            if layout is not None:
+                self._known[n] = private_api.rebuild_buckets(wrapper, layout)
 
     # ------------------------------------------------------------------ agreement
 
@@ -214,9 +223,7 @@ class BucketLayouts:
         if not equal:
             self._exchange(rank, vote)
         reordered = [] in self._known
-        for n, (wrapper, layout) in enumerate(zip(self._wrappers, self._known, strict=True)):
-            if layout is not None:
-                self._known[n] = private_api.rebuild_buckets(wrapper, layout)
+        self._set_known()
         if reordered or (self._broken and self.unready and not self.static):
             log.warning(
                 "holdfast: the block cannot run without peers, and no rank knows DDP's final buckets: the sums of the "
