@@ -153,12 +153,13 @@ class _DataFlow:
 
     def want(self, expression: ast.AST) -> None:
         """Want what the value of ``expression`` depends on."""
-        self.reads.update(uses(expression, results=True))
-        for name in names_in([expression]):
-            self.wanted.add(name)
-            # A variable is also wanted if an attribute or element of it is.
-            for each in (name, *owners_of(name)):
-                self._parts.setdefault(each, set()).add(self._part(each, expression))
+        reads = set(uses(expression, results=True))
+        names = {use.name for use in reads}
+        self.reads |= reads
+        self.wanted |= names
+        # A variable is also wanted if an attribute or element of it is.
+        for each in {owner for name in names for owner in (name, *owners_of(name))}:
+            self._parts.setdefault(each, set()).add(self._part(each, expression))
 
     def _part(self, name: str, expression: ast.AST) -> tuple[float, float]:
         """Return the first and last number of nodes whose assignments to ``name`` may reach ``expression``."""

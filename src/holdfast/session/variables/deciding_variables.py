@@ -120,10 +120,10 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
     """
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
-        for loop in with_bodies(place, _loops_around(*place), places[:depth])[:1]:
-            tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
-            names = carried(loop, tests).items()
-            found.update((PlacedVariable(name, place, partly), None) for name, partly in names)
+        loop = _outermost(places[: depth + 1])
+        tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
+        names = carried(loop, tests).items()
+        found.update((PlacedVariable(name, place, partly), None) for name, partly in names)
     return tuple(each for each in found if LOCAL not in each.name)
 
 
@@ -132,8 +132,8 @@ def stores(places: Places) -> tuple[PlacedVariable, ...]:
     """Return the containers, elements, attributes and tensors that the loops at ``places`` change in place."""
     found: dict[PlacedVariable, None] = {}
     for depth, place in enumerate(places):
-        for loop in with_bodies(place, _loops_around(*place), places[:depth])[:1]:
-            found.update((PlacedVariable(name, place, partly=False), None) for name in sorted(changed(loop)))
+        names = sorted(changed(_outermost(places[: depth + 1])))
+        found.update((PlacedVariable(name, place, partly=False), None) for name in names)
     return tuple(each for each in found if LOCAL not in each.name)
 
 
@@ -175,8 +175,12 @@ def counts(places: Places) -> frozenset[str]:
     return _without(added, others)
 
 
+@cache
 def _outermost(places: Places) -> ast.AST:
-    """Return the outermost loop around ``places``, with the bodies of the functions that it calls."""
+    """Return the outermost loop around the last of ``places``, with the bodies of the functions that it calls.
+
+    Without a loop, the result is an empty module.
+    """
     loops = with_bodies(places[-1], _loops_around(*places[-1]), places[:-1])
     return loops[0] if loops else ast.Module([], [])
 

@@ -72,10 +72,11 @@ def _tensor(node: ast.AST) -> ast.expr | None:
 
 def _tensors(body: ast.AST, state: Set[str]) -> Set[str]:
     """Return the names in ``body`` for tensors of modules and of the state, and for containers of such tensors."""
+    assignments = [assignment for assignment, _ in assigned(body)]
     found, size = set(state), -1
     while size != len(found):
         size = len(found)
-        for assignment, _ in assigned(body):
+        for assignment in assignments:
             value = assigned_value(assignment)
             if value is not None and _is_one(value, found, inside=isinstance(assignment, ast.For)):
                 found |= written(targets(assignment))
@@ -94,7 +95,7 @@ def _is_one(value: ast.expr, tensors: Set[str], *, inside: bool) -> bool:
 
 
 def _is_of(target: ast.expr, tensors: Set[str]) -> bool:
-    name = _name(target) or chain(target)
+    name = _name(target)
     return not {name, *owners_of(name)}.isdisjoint(tensors)
 
 
