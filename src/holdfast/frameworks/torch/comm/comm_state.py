@@ -237,7 +237,7 @@ class CommState:
             self._refresh()
 
     def loopback(self) -> None:
-        """Make all collectives complete on local data until :meth:`reconfigure`, and begin a new :meth:`calls`."""
+        """Make all collectives complete on local data until :meth:`reconfigure`. Empty the list of :meth:`calls`."""
         self._local.calls = []
         with self._lock:
             self.looped = True
