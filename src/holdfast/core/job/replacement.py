@@ -236,7 +236,7 @@ class Replacement:
         return [RankReport(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
 
     def went_back(self, step: int) -> None:
-        """Lower the steps in the pages of replaced members to ``step``, because all ranks were ordered back to ``step``."""
+        """Lower the steps in the last pages of replaced members to ``step``: all ranks were ordered back to it."""
         self._pages = {
             rank: msgspec.structs.replace(page, state="ready", step=min(page.step, step))
             for rank, page in self._pages.items()

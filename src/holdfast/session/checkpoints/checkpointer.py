@@ -476,7 +476,13 @@ class Checkpointer:
             log.error("holdfast: this rank cannot give its state: %s", error)
 
     def _vouch(self, client: WorkerClient, settle: Settle, frozen: bool) -> None:
-        """Send layout and digests of the state to save or give; ``frozen``: that of the start of an aborted block."""
+        """Publish the layout of the state that will be saved or given, and send its digests.
+
+        Args:
+            client: the connection to the agent.
+            settle: the decision that asks for the digests.
+            frozen: use the state of the start of an aborted block.
+        """
         copies: tuple[CopyDigest, ...] = ()
         try:
             self._require_weights()
