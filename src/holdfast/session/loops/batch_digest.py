@@ -110,11 +110,20 @@ class Drawn:
 
 def another_batch(rank: int, loader: Any, place: str) -> DataError:
     """Return the error to raise if ``loader`` gives this rank another batch for ``place`` (in words) than before."""
-    sampler = getattr(loader, "sampler", None)
-    name = f"the {type(loader).__name__}{'' if sampler is None else f' with a {type(sampler).__name__}'}"
+    sampler = type(getattr(loader, "sampler", None)).__name__
+    is_stream = sampler in (
+        "NoneType",
+        "_InfiniteConstantSampler",
+    )  # torch gives the latter to an IterableDataset
+    name = f"the {type(loader).__name__}{'' if is_stream else f' with a {sampler}'}"
+    cause = "its order or its samples depend on the process, or have changed: "
+    repair = (
+        "a stream has to give the same samples each time that it is read, so shuffle it with a fixed seed"
+        if is_stream
+        else "give the loader a sampler that draws by epoch, shuffle a dataset with a fixed seed"
+    )
     return DataError(
         f"rank {rank}: {name} gives another batch for {place} than it gave there before",
-        hint="its order or its samples depend on the process, or have changed: give the loader a sampler that draws by "
-        "epoch, seed by index what a dataset draws at random, shuffle a dataset with a fixed seed, and keep its files; "
-        "verify_data=False leaves out this check",
+        hint=f"{cause}{repair}, seed by index what a dataset draws at random, and keep its files. "
+        "session(verify_data=False) leaves out this check, and continues with other samples",
     )
