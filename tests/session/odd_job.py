@@ -32,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
+from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.runtime.worker.worker_client import WorkerClient
 from tests.session.once import first
 
@@ -74,6 +75,15 @@ class Job:
         if kill in self._kills and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def cut(self, step: int) -> None:
+        """Cut the connections of this process to the other ranks if this is its fault, once."""
+        kill = f"{self.rank}:{step}:cut"
+        mark = Path(f"struck-{kill}")
+        if kill in self._kills and not mark.exists():
+            mark.touch()
+            for inner in fabric()._inners():
+                inner.sever()
 
     def struck_together(self, step: int, where: str) -> None:
         """Kill this process when all ranks are here, once. The others wait until they know of it, and a moment more."""
@@ -408,6 +418,36 @@ def evaluating_shards(job: Job) -> dict[str, Any]:
     return {"drawn": scores}
 
 
+def adjusting(job: Job) -> dict[str, Any]:
+    """Set the learning rate from the number of the step, before the block."""
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            for group in job.optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + step.number)
+            job.struck(step.number, "before")
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                job.update()
+            job.struck(step.number, "after")
+    return {}
+
+
+def moving(job: Job) -> dict[str, Any]:
+    """Move a schedule before some blocks, also before a block that runs again."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.5)
+    with holdfast.session(
+        model=job.model, optimizer=job.optimizer, scheduler=schedule, checkpoint="ckpt"
+    ) as s:
+        for step in s.steps(job.loader, until=STEPS):
+            if step.number % 4 == 3:
+                schedule.step()
+            with step as (x, y):
+                job.cut(step.number)
+                job.compute(step.number, x, y)
+                job.update()
+    return {}
+
+
 def evaluate(job: Job, session: Any, scores: list[float]) -> None:
     """Train, with an evaluation as the manual shows."""
     for step in session.steps(job.loader, until=STEPS):
@@ -523,6 +563,7 @@ WAYS = {
     way.__name__: way
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
+        adjusting, moving,
         evaluating_shards, resting, updating, streaming, averaging, alternating, owning, leaving,
         stopping, casting, swapping, changing, keeping,
     )

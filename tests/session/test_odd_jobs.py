@@ -100,6 +100,43 @@ def test_kills_leave_the_bits_as_they_are(
     assert {e["data"]["steps_lost"] for e in lines if e["kind"] == "restored"} == {0}, output
 
 
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ["1:5:mid", "0:7:before", "2:9:after"],
+        pytest.param(["0:6:start", "1:6:end", "2:8:before"], marks=pytest.mark.more),
+    ],
+    ids=",".join,
+)
+def test_a_rate_that_is_set_before_the_block_costs_no_restart(
+    tmp_path: Path, calm: Callable[[str], Calm], kills: list[str]
+) -> None:
+    """Regression: survivors whose state had changed before the block gave none of it, so all ranks started again."""
+    code, output, told = run(tmp_path / "job", "adjusting", *kills)
+    assert code == 0 and output.count(": replace, training continues") == len(kills), output
+    assert "restart" not in output and ", 3 faults, 0 steps lost" in output, output
+    assert [rank["digest"] for rank in told] == [rank["digest"] for rank in calm("adjusting").told], output
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("1:7:cut", "the code before the block has run again after a fault, and has changed lr of group 0"),
+        pytest.param("1:7:mid", "lr of group 0", marks=pytest.mark.more),
+    ],
+)
+def test_a_schedule_that_moves_twice_before_a_block_is_refused_by_name(
+    tmp_path: Path, fault: str, error: str
+) -> None:
+    """Regression: after cut connections all ranks ran this code again, and trained with another rate, without a word.
+
+    After a kill, the check of the newcomer's first block may come before that of the survivors.
+    """
+    code, output, told = run(tmp_path / "job", "moving", fault)
+    assert code == Exit.BAD_INPUT and not told, output
+    assert f"step 7: {error}" in output or (fault.endswith("mid") and error in output), output
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(
     "flags",

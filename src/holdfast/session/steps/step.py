@@ -36,6 +36,7 @@ from holdfast.runtime.worker.script_frames import place_in_script
 from holdfast.session.steps.block_proof import Prover
 from holdfast.session.steps.empty_blocks import EmptyBlocks
 from holdfast.session.steps.equal_updates import EqualUpdates
+from holdfast.session.steps.left_blocks import LeftBlocks
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
@@ -275,12 +276,12 @@ class StepRunner:
         self._current: Step | None = None
         self._tally = Tally(passed=False)
         self._went_back = False  # the open block has made a backward pass
-        self._left = ""  # the exception by which the script left a block, in words
         self._empty = EmptyBlocks()
         self._equal = EqualUpdates(
             adapter.rank, self._able.describes, rank.client, scaled=adapter.scaled, searches=verify[0] > 0
         )
         self._prover = Prover(adapter, verify[0], adapter.world_size, self._equal.variables)
+        self._left = LeftBlocks(adapter, on=verify[0] > 0)
         # Step and block index of the newest rehearsal without a backward pass and an update.
         self._idle = (-1, 0)
 
@@ -333,10 +334,7 @@ class StepRunner:
                 f"step {step.number} begins inside step {self._current.number}",
                 hint="leave the block of a step (`with step as batch:`) before the next one",
             )
-        if self._left:
-            raise StepError(
-                f"{self._left} that the script caught", hint="catch it inside the block, or leave the loop"
-            )
+        self._left.begin(step)
         joining = self._rank.joining
         if joining:
             self._equal.joins()
@@ -605,7 +603,7 @@ class StepRunner:
         self._rank.moved(ScriptEvent.BLOCK_LEFT)
         state = self._rank.fail()
         if state != "ready":
-            self._left = f"step {step.number} was left by a {type(error).__name__}"
+            self._left.ended(step, error)
         if step.names and state == "aborted":
             self._adapter.abort()  # undo the updates of this step: the state of the step before it can be saved
         else:
@@ -648,6 +646,8 @@ class StepRunner:
         if state in ("torn", "updating"):
             rank.await_end(Phase.TORN)
         adapter.abort()
+        if not step.rehearsal:
+            self._left.aborted(step)
         self._current = None
         rank.moved(ScriptEvent.BLOCK_LEFT)
         if step.rehearsal and not adapter.poisoned and self._end_rehearsal() and rank.retry_now():
