@@ -152,7 +152,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
     def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
-        """Return, per box of ``held``, the number of the group of living ranks that hold the box; -1: no such rank."""
+        """Return, per box of ``held``, the number of the group of living ranks that hold the box; -1 if none does."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
             groups[place] = self._group(ranks)

@@ -84,7 +84,7 @@ def merge(
             ``model.safetensors``, or several files of at most that size and an index. A larger tensor gets a separate
             file.
         file_size_bytes_max: largest size of one file in bytes; 0: write one file.
-        names: names of the tensors to write; None: all.
+        names: names of the tensors to write; None means all.
         progress: called with the size in bytes of every slab written.
 
     Returns:

@@ -3,9 +3,9 @@
 Theory. The device matrix arranges the ranks of a pipeline stage in a grid, so each rank has coordinates. The
 coordinates along the axes that cut a dimension give the index of the rank's part in that dimension. Ranks with the same
 indices in all dimensions hold copies. Optimizer parallelism cuts these copies again along the first dimension into
-``optimizer_parts`` parts: of the ranks with copies, in ascending order, each ``optimizer_parts`` consecutive ranks hold
-all parts, one per rank. The length of a part is the length of its slice. For uneven parts the strategy file gives the
-lengths (``rows``).
+``optimizer_parts`` parts, one per rank. The ranks with copies are divided, in ascending order, into groups of
+``optimizer_parts`` ranks, and each group holds all parts. The length of a part is the length of its slice. For uneven
+parts the strategy file gives the lengths (``rows``).
 
 Invariants:
 1. Parts of different index never overlap, and all parts together are the tensor.

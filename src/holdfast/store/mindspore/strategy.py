@@ -52,9 +52,10 @@ class Cut(msgspec.Struct, frozen=True):
         devices: number of ranks along each axis of the device matrix.
         axes: per dimension the indices in ``devices`` of the axes that cut it, outermost first.
         rows: length of each slice along dimension 0, if they are uneven; otherwise empty.
-        fields: number of parts of an embedding table that is cut by field; 0: not cut by field.
+        fields: number of parts of an embedding table that is cut by field; 0 if it is not.
         optimizer_stride: distance in ranks between the parts of optimizer parallelism.
-        optimizer_parts: parts of the first dimension by optimizer parallelism (0: none, ``WHOLE_GROUP``: all copies).
+        optimizer_parts: parts of the first dimension by optimizer parallelism (0 means no such parts, ``WHOLE_GROUP``
+            one per copy).
     """
 
     devices: tuple[int, ...]

@@ -205,7 +205,7 @@ def load_values_of_all(
         path: the checkpoint.
         names: tensors of the rank that loads. Only the dicts that this rank needs are returned, the most important
             first. None: return the dicts of all ranks, in ascending order of ranks.
-        rank: the rank that loads; -1: none in particular.
+        rank: the rank that loads. Among several equally good dicts, that of this rank is preferred; -1 prefers none.
 
     Raises:
         CheckpointInvalid: a file is missing or damaged.
@@ -443,7 +443,7 @@ def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]
 
 
 def _settle(file: SourceFile, read: Read, data: memoryview, wrong: Sequence[int]) -> list[_Bad]:
-    """Copy the intact extents of a read from the scratch buffer to the targets. Return failed reads of the others."""
+    """Copy the intact extents of a read from the scratch buffer to the targets. Return reads of the damaged ones."""
     if read.into is None:
         _scatter_sound(read, data, wrong)
     return [_Bad(cut, _why(file, cut)) for cut in (read.cut(n, n + 1) for n in wrong)]
