@@ -110,7 +110,7 @@ class JudgedView:
 
     @property
     def memory_losses(self) -> set[str]:
-        """What has lost its data in memory so far: an ``agent``, ``controller``, ``node`` or ``page`` (status page)."""
+        """The kinds of memory that have lost data so far: ``agent``, ``controller``, ``node``, ``page`` (status)."""
         return self._scene.memory_losses
 
     @property

@@ -237,7 +237,7 @@ class HostsWorld(World):
     # ---------------------------------------------------------------- faults
 
     def phase(self) -> str:
-        """Return the phase of the job that the controller of the newest term reports; without one, ``NO_PHASE``.
+        """Return the phase of the job that the newest term's controller reports; ``NO_PHASE`` without a controller.
 
         Controllers that decide alone, only for their own host, do not count.
         """
