@@ -143,7 +143,7 @@ class LookedLast(msgspec.Struct, frozen=True):
     """The report that all evidence about a silent worker is collected and posted. The owner then kills the worker.
 
     Attributes:
-        grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once.
+        grace_s: seconds between SIGTERM and SIGKILL; 0 sends SIGKILL at once.
     """
 
     member_id: MemberId

@@ -148,8 +148,9 @@ def failure_of(error: Exception) -> ApiFailure:
 class Sight(NamedTuple):
     """The result of a watch so far.
 
-    ``raw``: the newest object, as decoded JSON; None: not seen yet. ``gone``: the object was deleted. ``failure``: why
-    the watch fails; empty: it does not fail.
+    ``raw``: the newest object, as decoded JSON; None if no object was seen yet. ``gone``: True if the object was
+        deleted.
+    ``failure``: why the watch fails; empty if it does not fail.
     """
 
     raw: dict[str, Any] | None = None

@@ -25,7 +25,7 @@ _EPOCH_S_LEAST = 1e9
 
 
 class Foreseen(msgspec.Struct, frozen=True):
-    """One notice that is valid now. ``left_s``: seconds until the node leaves; NO_DEADLINE: not known.
+    """One notice that is valid now. ``left_s``: seconds until the node leaves; NO_DEADLINE if that time is not known.
 
     ``source`` names the source and the cause. ``whole_job``: True if the whole job ends, and not only this node.
     """

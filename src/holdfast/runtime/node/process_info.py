@@ -221,7 +221,8 @@ def _group(leader: int) -> list[int]:
 def _leader(pid: int) -> int:
     """Return the process group of ``pid``; 0 if there is no such process.
 
-    This is only one system call, because after each death of a worker it is made for every process in /proc.
+    The function makes only one system call, because it is called for every process in /proc after each death of a
+    worker.
     """
     try:
         return os.getpgid(pid)

@@ -176,7 +176,7 @@ class RunDir:
         """Make the run directory (mode 0700), its token file and its private directory for status pages.
 
         Args:
-            token: the secret of the run; empty: a new random one.
+            token: the secret of the run; if empty, a new random one is made.
 
         Raises:
             UsageError: the directory already exists, cannot be written, or its path is too long for sockets.
