@@ -86,7 +86,7 @@ def gc(
 ) -> int:
     """Remove the directories (logs, events, reports) of runs that have ended. With --days and --keep both must hold.
 
-    A run that lives stays, and so does one that holds checkpoints, until it is named with --checkpoints-of.
+    A run with a living process is kept. A run that holds checkpoints is kept unless --checkpoints-of names it.
     """
     if days is None and keep is None:
         raise UsageError(
@@ -130,7 +130,7 @@ def _check_named(whole: Sequence[str], names: list[str]) -> None:
 
 
 def _ended_s(one: Listed) -> float:
-    """Return the seconds since the end of a run; if its event log has no end, since its start."""
+    """Return the seconds since the end of a run. If its event log has no end, return the seconds since its start."""
     return one.age_s if one.ended_s is None else one.ended_s
 
 
@@ -149,7 +149,7 @@ def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
 
 
 def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
-    """Return which other active run saves its checkpoints in the directory ``path``, as text; empty: none."""
+    """Return which other active run saves its checkpoints in the directory ``path``, as text; empty if none does."""
     own = path.resolve()
     for one, view in runs:
         if (

@@ -92,7 +92,7 @@ class RunView(msgspec.Struct):
         losses: lost seconds by cause (see ``lost_time.py``).
         goodput: share of the run's time that is not in ``losses``, from 0 to 1; None before the first step.
         still_s: seconds since any rank made progress, if that is longer than a step may take; otherwise 0.
-        kept_step: step of the newest checkpoint, sealed in this run or found at its start; -1: none.
+        kept_step: step of the newest checkpoint, sealed in this run or found at its start; -1 if there is none.
     """
 
     run_id: str
