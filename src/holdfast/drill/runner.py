@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run that has ended. ``root`` is the directory of its checkpoints; empty: no session."""
+    """The outcome of a run that has ended. ``root`` is the directory of its checkpoints; empty without a session."""
 
     directory: Path
     code: int
