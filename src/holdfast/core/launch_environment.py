@@ -33,9 +33,9 @@ class ProcessPlace(NamedTuple):
 
     Attributes:
         rank, world_size: rank in the job, and number of ranks of the job.
-        local_rank, local_world_size: rank on this node, and number of ranks on this node; 0: not known.
-        node: number of this node; -1: not known.
-        master: address of the node of rank 0; empty: not known.
+        local_rank, local_world_size: rank on this node, and number of ranks on this node; 0 if unknown.
+        node: number of this node; -1 if unknown.
+        master: address of the node of rank 0; empty if unknown.
         said: the variables that were used, with their values, as text for users.
     """
 
@@ -129,7 +129,7 @@ class LaunchClaim(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the job according to this launcher; 0: not known."""
+        """Number of nodes of the job according to this launcher; 0 if unknown."""
         size, local = self.value("size") or 0, self.value("local_size") or 0
         return self.value("nodes") or (size // local if local else 0)
 

@@ -49,7 +49,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def not_in_place(self) -> tuple[str, ...]:
-        """One line of evidence: why lost ranks cannot be replaced beside the living ranks; empty if they can."""
+        """Why lost ranks cannot be replaced while the others keep their processes, as one line; empty if they can."""
         reason = self.situation.unreplaceable
         return (f"not in place: {reason}",) if reason else ()
 

@@ -102,8 +102,9 @@ class PhaseRules(NamedTuple):
     """The rules of one phase of a recovery.
 
     Attributes:
-        order: the message that a living member receives, also when the member connects again; empty: none.
-        to_replacement: the message for a replacement that has not joined; None: the message of ``order``.
+        order: the message that a living member receives, also when the member connects again; empty if it receives
+            none.
+        to_replacement: the message for a replacement that has not joined; None means the message of ``order``.
         until: the condition that ends the phase. ``answered``: all living members have answered the fence. ``there``:
             all living members are at the decided step. ``joined``: every seat has a full member, which is at that step.
             ``gone``: no process is left. ``started``: all processes of a script without a session have started.

@@ -5,8 +5,8 @@ costs the square of the number of ranks. This test starts at the member for whic
 
 Invariants:
 1. The answer is always equal to that of Python's ``all``.
-2. While the condition stays true for each member once it is true, all tests together pass over each member at most
-   twice.
+2. If the condition, once true for a member, stays true, all tests together look at each member at most twice, apart
+    from repeated looks at a member for which the condition does not hold yet.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Job:
 
     @property
     def sealed_here(self) -> int:
-        """Newest step that the present members of the job have sealed, or the recovery that chose them; -1: none.
+        """Newest step that was sealed by the present members, or by the recovery that chose them; -1 if there is none.
 
         A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since then,
         and may be running the step of that checkpoint again.
@@ -267,7 +267,7 @@ class Job:
         Args:
             member: the member.
             reason: why, for the log and the report.
-            grace_s: seconds between SIGTERM and SIGKILL; 0: no SIGTERM.
+            grace_s: seconds between SIGTERM and SIGKILL; 0 sends no SIGTERM.
             silent: the member has not answered in time, so the agent first collects evidence about the process.
             excused: the fault of another member is the cause.
             hung_at_s: time since which the process hangs; 0: it does not hang.
@@ -330,7 +330,7 @@ class Job:
 
     @property
     def is_assembled(self) -> bool:
-        """True if as many nodes as the job starts with, all voters among them, have connected to this controller."""
+        """True if all voters, and as many nodes as the job starts with, have connected to this controller."""
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
 
     @property
@@ -483,7 +483,7 @@ class Job:
 
     @property
     def left_out(self) -> str:
-        """The broken devices that are left out, as text for the end of a sentence; empty: none is."""
+        """The broken devices that are left out, as text for the end of a sentence; empty if none is."""
         broken = [
             f"device {n} of {node}"
             for node, slots in sorted(self.slots.items())

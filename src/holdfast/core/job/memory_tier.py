@@ -79,7 +79,10 @@ def replacement_step(
     elsewhere: Elsewhere,
     sealed_step: int,
 ) -> int:
-    """Return the step at which lost ranks can be replaced from memory beside the living ranks; ``NONE``: no step."""
+    """Return the step at which lost ranks can be replaced from memory; ``NONE`` if there is no such step.
+
+    The living ranks keep their processes, and go back to this step if it is before the decided step.
+    """
     if decided.step is None:
         return NONE
     kept = kept_by(members, answers, elsewhere)

@@ -129,7 +129,7 @@ class OutsideCollectives(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def made_in(generation: Generation, step: int, outside: OutsideCollectives | None) -> int:
-    """Return how many collectives ``outside`` counts before the block of ``step``; 0: it is of another moment."""
+    """Return how many collectives ``outside`` counts before the block of ``step``; 0 if it is about another block."""
     if outside is None or (outside.generation, outside.step) != (generation, step):
         return 0
     return outside.made

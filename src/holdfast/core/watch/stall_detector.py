@@ -204,7 +204,7 @@ class Progress:
         ]
 
     def late(self) -> list[Stall]:
-        """Return the workers that start for too long: they have done no step yet, while the other ranks train."""
+        """Return the workers whose start takes too long: they have done no step yet, while the other ranks train."""
         return [
             Stall(member_id, watch.idle_s, bound_s, False, watch.last.stopped)
             for member_id, watch in sorted(self._watches.items())
@@ -317,7 +317,7 @@ class Progress:
         return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
 
     def _unmatched(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers of which one has made more collectives before a block than another that is in this block.
+        """Return the workers that have reached a block of which some have made more collectives before it than others.
 
         No rank makes the rest of these collectives, so these workers get no more time than a usual step takes.
         """

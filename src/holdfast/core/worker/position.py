@@ -401,7 +401,7 @@ class ScriptMachine:
 
     @property
     def offers_rewind(self) -> int:
-        """The earliest step to which the loop can return from the script's present position; ``NO_REWIND``: none."""
+        """The earliest step to which the loop can return from the script's present position, or ``NO_REWIND``."""
         return self._rewinds_to if self._rules.can_rewind else NO_REWIND
 
     @property
