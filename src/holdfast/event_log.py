@@ -245,7 +245,7 @@ class EventLog:
     ) -> Event:
         """Append one event.
 
-        If ``durable``, return after the event is on the disk. ``said``: the event's time; None: now.
+        If ``durable``, return after the event is on the disk. ``said``: the event's time; None means now.
 
         Raises:
             OSError: the disk is full (for ``room_wait_s`` seconds) or gone. The log then has no incomplete line.

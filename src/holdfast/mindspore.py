@@ -129,8 +129,8 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
     Args:
         model: a ``Model`` that has not trained yet.
         exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``;
-            empty: no such files.
-        exit_directory: parent of ``rank_N``.
+            if empty, it writes no such files.
+                        exit_directory: parent of ``rank_N``.
         options: options of :func:`session`.
     """
 

@@ -35,7 +35,7 @@ class StepState:
 
     def __init__(self, bound: bool) -> None:
         self.step = 0
-        """Step of the last whole state; 0: none in this process."""
+        """Step of the last whole state; 0 if this process has had none."""
         self.arguments: Any = None
         """Arguments that belong to :attr:`step`; before the first whole state the newest arguments."""
         self.updating = False

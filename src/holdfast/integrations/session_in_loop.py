@@ -83,7 +83,7 @@ class Replay:
         """Open the block of the next step. If a block is open, do nothing.
 
         Args:
-            own: plain values of this rank alone at the start of the step; None: the values of the last commit.
+            own: plain values of this rank alone at the start of the step; None means the values of the last commit.
         """
         if not self._calls.is_open:
             self.own = self.own if own is None else own

@@ -56,7 +56,7 @@ class DataIdentity(NamedTuple):
 
     Attributes:
         length: number of samples.
-        content: digest of the data; empty: not known.
+        content: digest of the data; empty if unknown.
         shared: True if every rank must have the same dataset.
     """
 
@@ -135,9 +135,9 @@ class StateAdapter(Protocol):
         """Return the state now, or, if ``frozen``, at the start of the current step. Callable from any thread.
 
         Args:
-            before: number of a step; -1: none. The script's code before this step may have changed learning rates,
-                schedules and the user's own state. These are taken from copies made before that code, if there are
-                copies (see :meth:`between`, :meth:`remember`).
+            before: number of a step; -1 for no step. The script's code before this step may have changed learning
+                rates, schedules and the user's own state. These are taken from copies made before that code, if there
+                are copies (see :meth:`between`, :meth:`remember`).
         """
 
     def state_size(self) -> int:

@@ -283,7 +283,7 @@ class ProvesBlocks(Protocol):
         """
 
     def computed(self) -> Mapping[str, int]:
-        """Return digests of the results of the block so far; empty: no results. Keys name the results in words."""
+        """Return digests of the results of the block so far; empty without results. Keys name the results in words."""
 
     def cause(self) -> str:
         """Return the likely cause of the difference between two runs of a block, in words; empty: none was found."""
@@ -312,8 +312,9 @@ class Finder(Protocol):
     """A finder of undeclared state: values that the script changes and has not given to the session.
 
     Attributes:
-        counters: names of undeclared counters beside state of the session that have changed between the last two calls
-            of :meth:`changed`.
+        counters: names of undeclared counters that have changed between the last two calls of :meth:`changed`. Such a
+            counter
+        is an attribute of an object that also holds state of the session.
     """
 
     counters: Sequence[str]
@@ -375,7 +376,10 @@ class MarksTensors(Protocol):
     """An adapter that can detect whether a block has written into a tensor of its batch."""
 
     def mark(self, item: Any) -> object:
-        """Return an object that compares different after a write into tensor ``item``; None: ``item`` is no tensor."""
+        """Return a mark of tensor ``item``, which differs from a later mark if the tensor was written in between.
+
+        Return None if ``item`` is no tensor.
+        """
 
     def duplicate(self, tensor: Any) -> Any:
         """Return a copy of a tensor that shares no memory with the original."""

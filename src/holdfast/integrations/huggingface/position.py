@@ -95,7 +95,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         """Return the entry ``after`` of a position: the work that is still due after the step.
 
         Args:
-            norm: norm of the gradients, to be logged with that work; None: unknown.
+            norm: norm of the gradients, to be logged with that work; None if unknown.
         """
         state, due = self._trainer.state, due_of(self._trainer)
         stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps

@@ -181,7 +181,7 @@ def _driver() -> Any:
 def _target(
     train: Callable[..., Any] | str | Path, config: Mapping[str, Any] | None, args: Sequence[str]
 ) -> tuple[TrainFunction | str, bytes | None]:
-    """Return the function or script to run, and the encoded argument of a function (None: no argument).
+    """Return the function or script to run, and the encoded argument of a function (None without one).
 
     Raises:
         UsageError: the script does not exist, another process cannot find the function, or an argument is wrong.

@@ -156,7 +156,7 @@ class HoldfastNode:
         return ""
 
     def wait(self) -> int:
-        """Show the launcher's output until the launcher has ended. Return its exit code; below 0: a signal."""
+        """Show the launcher's output until the launcher has ended. Return its exit code; -N if signal N ended it."""
         while True:
             ended, kept = self._place.code, self._place.kept
             self._show()
