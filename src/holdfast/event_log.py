@@ -160,7 +160,7 @@ def _last_of(path: Path, kind: str) -> int:
 
 
 def _last_sound(lines: bytes, needle: bytes) -> int:
-    """Return the byte offset of the last valid line that contains ``needle``; -1: there is none."""
+    """Return the byte offset of the last valid line that contains ``needle``; -1 if there is none."""
     at = len(lines)
     while (at := lines.rfind(needle, 0, at)) >= 0:
         first, last = lines.rfind(b"\n", 0, at) + 1, lines.find(b"\n", at)

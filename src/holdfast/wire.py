@@ -229,7 +229,7 @@ class FrameReader:
         return bool(self._buffer)
 
     def next(self) -> bytes | None:
-        """Return the payload of the next complete frame; None: no frame is complete.
+        """Return the payload of the next complete frame; None if no frame is complete.
 
         Raises:
             ProtocolError: the peer announces a payload that is longer than the limit.
@@ -291,7 +291,7 @@ class Link(Generic[M]):
         return self._seals is not None
 
     def take_output(self) -> bytes:
-        """Return the bytes to send now, and remove them from the link; empty: there are none."""
+        """Return the bytes to send now, and remove them from the link; empty if there are none."""
         data = bytes(self._output)
         self._output.clear()
         return data

@@ -72,7 +72,7 @@ class Faulted(TtpMessage, frozen=True):
 class Stood(TtpMessage, frozen=True):
     """Answer to :class:`Stop`: this rank begins no further update.
 
-    ``step`` is its last completed step. ``why`` is the reason why its state is not sound; empty: the state is sound.
+    ``step`` is its last completed step. ``why`` is the reason why its state is not sound; empty if the state is sound.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class Stood(TtpMessage, frozen=True):
 
 
 class Saved(TtpMessage, frozen=True):
-    """Report: a writer has written its parts of ``step``, or failed. ``why``: the error; empty: it succeeded."""
+    """Report: a writer has written its parts of ``step``, or failed. ``why``: the error; empty if it succeeded."""
 
     rank: int
     step: int
@@ -91,7 +91,7 @@ class Saved(TtpMessage, frozen=True):
 class Renamed(TtpMessage, frozen=True):
     """Report: this rank has published (renamed) the dying checkpoint, or failed.
 
-    ``why``: the error; empty: it succeeded.
+    ``why``: the error; empty if it succeeded.
     """
 
     rank: int

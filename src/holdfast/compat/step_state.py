@@ -54,7 +54,7 @@ class StepState:
 
     @property
     def why(self) -> str:
-        """The reason why the state is not whole; empty: the state is whole."""
+        """The reason why the state is not whole; empty if the state is whole."""
         if self.updating:
             return "its update was not completed"
         if self._ended is not None:
@@ -114,6 +114,6 @@ class StepState:
 
 
 def _count(arguments: Any) -> int | None:
-    """Return the iteration count with which a Megatron script's arguments begin; None: they begin with no number."""
+    """Return the iteration count with which a Megatron script's arguments begin; None if they begin with no number."""
     first = arguments[0] if isinstance(arguments, tuple | list) and arguments else None
     return first if isinstance(first, int) and not isinstance(first, bool) else None

@@ -64,7 +64,7 @@ class Fact(NamedTuple):
 
 
 class LauncherVariables(NamedTuple):
-    """Names of the variables of one launcher; empty: the launcher has no such variable.
+    """Names of the variables of one launcher; empty if the launcher has no such variable.
 
     ``manager``: the launcher starts processes that may be launchers themselves (mpirun, srun).
     """
@@ -118,7 +118,7 @@ class LaunchClaim(NamedTuple):
     inside: bool = False
 
     def value(self, what: str) -> int | None:
-        """Return the value of the field ``what``, for example ``rank``; None: the launcher does not set it."""
+        """Return the value of the field ``what``, for example ``rank``; None if the launcher does not set it."""
         fact = self.facts.get(what)
         return None if fact is None else fact.value
 
@@ -145,7 +145,7 @@ def seat_of(
     Args:
         env: the environment variables.
         known: rank and size of the framework's own process group, if it has one already.
-        hosts: for each host, the ranks that the rank table of the environment lists; empty: no table was read.
+        hosts: for each host, the ranks that the rank table of the environment lists; empty if no table was read.
 
     Raises:
         UsageError: a value is no number, a rank has no size or the reverse, a rank is not below the size, or two

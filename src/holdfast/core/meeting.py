@@ -51,12 +51,12 @@ class Meeting:
 
     @property
     def near(self) -> str:
-        """Name of the job that a connected agent belongs to; empty: no connected agent belongs to a job."""
+        """Name of the job that a connected agent belongs to; empty if no connected agent belongs to a job."""
         return next((told.job for _, told in sorted(self._told.items()) if told.job), "")
 
     @property
     def elsewhere(self) -> str:
-        """Name of a job that a connected agent belongs to or is near; empty: there is no such job."""
+        """Name of a job that a connected agent belongs to or is near; empty if there is no such job."""
         return self.near or next((told.near for _, told in sorted(self._told.items()) if told.near), "")
 
     def join(self, job: str) -> None:

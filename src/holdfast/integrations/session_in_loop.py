@@ -31,7 +31,7 @@ class Replay:
     Attributes:
         position: the position of the framework's loop at the step from which the session was resumed; empty without a
             resume.
-        own: plain values of this rank alone that were committed with ``position``; None: they are not known.
+        own: plain values of this rank alone that were committed with ``position``; None if they are not known.
         drawn: the batches of this rank, compared with those that the earlier process with this rank drew.
         may_differ: True: the position may differ between ranks (metrics of their own data, times), so the session
             does not warn.
@@ -58,7 +58,7 @@ class Replay:
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of random numbers of all copies of the model; None: one stream per copy."""
+        """The streams of random numbers of all copies of the model; None if each copy has its own."""
         return None if self._session is None else self._session.streams
 
     @property

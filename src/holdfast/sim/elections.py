@@ -116,7 +116,7 @@ class ElectionSearch:
         electorates: the electorate that each agent has stored at the start. By default it contains all agents. A
             newer electorate counts as committed if a majority of its voters have stored it.
         changes: with a witness, the highest number of an electorate that a leader creates (each new electorate has the
-            next number); 0: there is no witness.
+            next number); 0 if there is no witness.
     """
 
     def __init__(

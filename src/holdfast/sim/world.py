@@ -71,7 +71,7 @@ class World:
         ranks: world size. Up to 8 ranks run on one node, up to ``FEW_RANKS`` on two nodes, more on nodes of 8 ranks.
         until: number of steps of the run.
         shards: number of distinct boxes; rank r holds box ``r % shards``.
-        memory: number of steps between two states that each rank keeps in memory; 0: no rank keeps any.
+        memory: number of steps between two states that each rank keeps in memory; 0 if no rank keeps any.
     """
 
     controller_type = Controller

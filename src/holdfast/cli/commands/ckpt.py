@@ -478,7 +478,7 @@ def _root(text: str) -> Root:
 
 
 def _age(place: Root, judged: Validity) -> str:
-    """Return the time since a checkpoint was written, as text; empty: it is unknown."""
+    """Return the time since a checkpoint was written, as text; empty if it is unknown."""
     try:
         age_s = place.age_s(judged.name)
     except (CheckpointInvalid, StoreError):  # no permission, or the store does not answer

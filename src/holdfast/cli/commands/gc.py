@@ -135,7 +135,7 @@ def _ended_s(one: Listed) -> float:
 
 
 def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
-    """Return why a run must stay whatever its content is; empty: there is no such reason."""
+    """Return why a run must stay whatever its content is; empty if there is no such reason."""
     if why := doubt(path):
         return why
     run = RunDir(path)
@@ -163,7 +163,7 @@ def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
 
 
 def _holds(path: Path) -> str:
-    """Return why the content of a run must stay (checkpoints, or files of the user); empty: it may be removed."""
+    """Return why the content of a run must stay (checkpoints, or files of the user); empty if it may be removed."""
     checkpoints = RunDir(path).checkpoints
     if checkpoints.is_dir() and not checkpoints.is_symlink() and any(checkpoints.iterdir()):
         return f"it holds checkpoints (to remove them, too: --checkpoints-of {path.name})"
@@ -196,7 +196,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def _remove(path: Path) -> str:
-    """Remove the directory of a run. Return why it could not be removed; empty: it was removed.
+    """Remove the directory of a run. Return why it could not be removed; empty if it was removed.
 
     The launcher's lock of the run is held meanwhile, so that another start of the run waits.
     """

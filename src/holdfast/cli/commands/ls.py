@@ -32,7 +32,7 @@ class Listed(msgspec.Struct):
         newest: ``name`` of the newest start with the same run id.
         from_step: step of the checkpoint from which the run started; -1 if it started without one.
         age_s: seconds since its start.
-        ended_s: seconds since its end; None: its event log has no end.
+        ended_s: seconds since its end; None if its event log has no end.
     """
 
     name: str

@@ -80,7 +80,7 @@ class FileTail:
 
     @property
     def updated(self) -> str:
-        """The newest text of an incomplete line that is being replaced (a progress bar); empty: there is none."""
+        """The newest text of an incomplete line that is being replaced (a progress bar); empty if there is none."""
         return _last_state(self._rest) if self._replaced else ""
 
     def drain(self) -> Iterator[str]:

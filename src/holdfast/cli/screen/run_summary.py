@@ -52,7 +52,7 @@ def facts(view: RunView) -> list[str]:
 
 
 def largest_loss(view: RunView) -> str:
-    """Return the largest cause of lost time with its duration; empty: it is at most 1 % of the run's time."""
+    """Return the largest cause of lost time with its duration; empty if it is at most 1 % of the run's time."""
     cause, lost_s = max(view.losses.items(), key=lambda loss: loss[1], default=("", 0.0))
     return f" ({cause} {span(lost_s)})" if lost_s > LOSS_SHOWN_LEAST * view.elapsed_s else ""
 

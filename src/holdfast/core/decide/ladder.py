@@ -54,7 +54,7 @@ class Case(msgspec.Struct, frozen=True):
         return (f"not in place: {reason}",) if reason else ()
 
     def unsavable(self) -> str:
-        """Return why a last-gasp checkpoint cannot be complete; empty: it can be."""
+        """Return why a last-gasp checkpoint cannot be complete; empty if it can be."""
         if not self.situation.session or not self.step:
             return "nothing was committed yet"
         return self.situation.uncovered

@@ -110,7 +110,7 @@ class PhaseRules(NamedTuple):
             ``gone``: no process is left. ``started``: all processes of a script without a session have started.
             ``reached``: all members have committed a step. Empty: only an event ends the phase.
         waits: names of the time limits (``core/job/wait_bounds.py``) that run in this phase.
-        then: the next action of the sources once they are at the decided step (``Settle.then``); empty: there are no
+        then: the next action of the sources once they are at the decided step (``Settle.then``); empty if there are no
             sources.
         compares: the sources first send digests. The state is not saved or given before the digests are equal.
         in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and a stopped

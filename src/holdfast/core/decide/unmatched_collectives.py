@@ -54,7 +54,7 @@ class _Count(NamedTuple):
 
 
 def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | None:
-    """Return the proof that a replacement makes other collectives between two steps than another rank; None without.
+    """Return the proof that a replacement and another rank make unlike collectives between two steps; None without one.
 
     Args:
         generation: the generation in which the ranks have run until the fault.

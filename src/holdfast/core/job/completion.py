@@ -5,8 +5,7 @@ costs the square of the number of ranks. This test starts at the member for whic
 
 Invariants:
 1. The answer is always equal to that of Python's ``all``.
-2. If the condition, once true for a member, stays true, all tests together look at each member at most twice, apart
-    from repeated looks at a member for which the condition does not hold yet.
+2. If the condition stays true for a member once it is true, all tests together find it true at most twice per member.
 """
 
 from __future__ import annotations

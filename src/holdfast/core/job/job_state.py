@@ -222,7 +222,7 @@ class Job:
     def time_out(self, member: Member, reason: str, *, hung_at_s: float = 0.0) -> None:
         """Kill a member that has not answered in time. Its agent first collects evidence about the process.
 
-        ``hung_at_s``: time since which the process hangs, on the controller's clock; 0: it does not hang.
+        ``hung_at_s``: time since which the process hangs, on the controller's clock; 0 if it does not hang.
         """
         self.kill(member, reason, silent=True, hung_at_s=hung_at_s)
 
@@ -270,7 +270,7 @@ class Job:
             grace_s: seconds between SIGTERM and SIGKILL; 0 sends no SIGTERM.
             silent: the member has not answered in time, so the agent first collects evidence about the process.
             excused: the fault of another member is the cause.
-            hung_at_s: time since which the process hangs; 0: it does not hang.
+            hung_at_s: time since which the process hangs; 0 if it does not hang.
             hung_in: position of the hang if code of the process itself is the reason.
         """
         if not member.alive:
@@ -571,7 +571,7 @@ class Job:
 
     @property
     def kv_node(self) -> str:
-        """The node of rank 0, whose agent holds the key-value store of the generation; empty: the job has one node."""
+        """The node of rank 0, whose agent holds the key-value store of the generation; empty in a job of one node."""
         first = self.roster.members[0].node_id
         return first if first in self.hosts else ""
 

@@ -67,7 +67,7 @@ def replayed(
 
 
 def newest_complete(kept: Mapping[int, Collection[int]], limit: int) -> int:
-    """Return the newest step, at most ``limit``, of which every rank has a state; ``NONE``: there is no such step."""
+    """Return the newest step, at most ``limit``, of which every rank has a state; ``NONE`` if there is no such step."""
     common = frozenset.intersection(*map(frozenset, kept.values())) if kept else frozenset()
     return max((step for step in common if step <= limit), default=NONE)
 

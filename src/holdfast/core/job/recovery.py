@@ -501,7 +501,7 @@ class Recovery:
             self.remind(member)
 
     def _standing_order(self, member: Member) -> Message | None:
-        """Return the message that the current phase prescribes for a member; None: it prescribes no message."""
+        """Return the message that the current phase prescribes for a member; None if it prescribes no message."""
         rules, job = self.rules, self.job
         member_id, generation = member.member_id, job.generation
         replacement = member.joining and rules.to_replacement is not None

@@ -107,10 +107,10 @@ class Survey:
         )
 
     def _why_uncovered(self, decided: Decision, no_holder: str) -> str:
-        """Return why no last-gasp checkpoint can be complete; empty: one can be.
+        """Return why no last-gasp checkpoint can be complete; empty if one can be.
 
         Args:
-            no_holder: why the sources of the decision do not hold the whole state; empty: they hold it.
+            no_holder: why the sources of the decision do not hold the whole state; empty if they hold it.
         """
         job, gasp = self.job, self.gasp
         sources = gasp.sources(decided)

@@ -231,7 +231,7 @@ class OnceAsked(Message, frozen=True):
 
 
 class OnceTold(Message, frozen=True):
-    """Answer to :class:`OnceAsked`: the value that is kept under ``name``; empty: no value is kept yet."""
+    """Answer to :class:`OnceAsked`: the value that is kept under ``name``; empty if no value is kept yet."""
 
     member_id: MemberId
     name: str

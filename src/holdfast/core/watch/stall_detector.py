@@ -133,7 +133,7 @@ class Progress:
 
     Args:
         limits: the constants of the time limits.
-        learned: learned values of a predecessor of this agent; None: there are none.
+        learned: learned values of a predecessor of this agent; None if there are none.
     """
 
     def __init__(self, limits: Limits, learned: Learned | None = None) -> None:
@@ -226,7 +226,7 @@ class Progress:
 
     @property
     def step_s(self) -> float:
-        """The median duration of the recent steps in seconds; 0: no step was seen."""
+        """The median duration of the recent steps in seconds; 0 if no step was seen."""
         return median(self._steps) if self._steps else 0.0
 
     def paces(self) -> list[tuple[int, int, float]]:
@@ -307,7 +307,7 @@ class Progress:
         )
 
     def _parted(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers that wait for a rank which has left its loop, and that rank; empty: there is no such rank.
+        """Return the workers that wait for a rank which has left its loop, and that rank; empty without such a rank.
 
         Such a rank never enters the block of the others, so these workers get no more time than a usual step takes.
         """
@@ -317,7 +317,7 @@ class Progress:
         return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
 
     def _unmatched(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers that have reached a block of which some have made more collectives before it than others.
+        """Return the workers in a block, with those that made more collectives before it; empty if none made more.
 
         No rank makes the rest of these collectives, so these workers get no more time than a usual step takes.
         """

@@ -396,7 +396,7 @@ class ScriptMachine:
 
     @property
     def rewinds_to(self) -> int:
-        """The earliest step to which the open loop can return; ``NO_REWIND``: it cannot return to any."""
+        """The earliest step to which the open loop can return; ``NO_REWIND`` if it cannot return to any."""
         return self._rewinds_to
 
     @property

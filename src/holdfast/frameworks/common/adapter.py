@@ -65,7 +65,7 @@ class DataIdentity(NamedTuple):
     shared: bool
 
     def differs(self, other: DataIdentity) -> str:
-        """Return the difference between this dataset and ``other`` in words; empty: no difference is seen."""
+        """Return the difference between this dataset and ``other`` in words; empty if no difference is seen."""
         if self.length != other.length:
             return f"{plural(self.length, 'sample')}, not {other.length}"
         if self.content and other.content and self.content != other.content:
@@ -94,7 +94,7 @@ class Feed(Protocol):
         """Move to the position ``place``. ``local`` is the result of :meth:`local_state` at that position."""
 
     def local_state(self) -> Plain:
-        """Return the part of the position that only this rank knows; None: there is no such part."""
+        """Return the part of the position that only this rank knows; None if there is no such part."""
 
     def identity(self) -> DataIdentity | None:
         """Return the identity of the dataset that this feed draws from; None if it is not known."""
@@ -223,7 +223,7 @@ class GroupAdapter(Protocol):
 
     @property
     def reason(self) -> str:
-        """The reason why the collectives of this process are broken; empty: they are not."""
+        """The reason why the collectives of this process are broken; empty if they are not."""
 
     def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
         """Install hooks in the framework.

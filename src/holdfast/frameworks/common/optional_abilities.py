@@ -126,7 +126,7 @@ class SharesRandomNumbers(Protocol):
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of all copies of the model; None: each copy has separate streams."""
+        """The streams of all copies of the model; None if each copy has separate streams."""
 
     def compare_generators(self) -> Streams:
         """Compare the generators of this rank with those of all ranks. All ranks call it. Raises: PeerLost."""
@@ -154,7 +154,7 @@ class Updates(Protocol):
     """
 
     def why_not(self) -> str:
-        """Return why updates cannot be made again from a log; empty: no reason is known in advance."""
+        """Return why updates cannot be made again from a log; empty if no reason is known in advance."""
 
     def rebuilds(self, fqn: str) -> bool:
         """Return whether a tensor is a weight or optimizer state, so that only updates change it."""
@@ -182,7 +182,7 @@ class Updates(Protocol):
         """Make ``update`` on a copy of the state, without peers, before the real update. Raises: StateError."""
 
     def as_foretold(self) -> str:
-        """Return the name of the first tensor that differs between foretold and real update; empty: none differs."""
+        """Return the name of the first tensor that differs between foretold and real update; empty if none differs."""
 
     def replay(self, updates: Sequence[Update]) -> None:
         """Make ``updates`` again without peers, from the state before the first of them. Raises: CheckpointInvalid."""
@@ -286,7 +286,7 @@ class ProvesBlocks(Protocol):
         """Return digests of the results of the block so far; empty without results. Keys name the results in words."""
 
     def cause(self) -> str:
-        """Return the likely cause of the difference between two runs of a block, in words; empty: none was found."""
+        """Return the likely cause of the difference between two runs of a block, in words; empty if none was found."""
 
 
 @runtime_checkable
@@ -313,8 +313,7 @@ class Finder(Protocol):
 
     Attributes:
         counters: names of undeclared counters that have changed between the last two calls of :meth:`changed`. Such a
-            counter
-        is an attribute of an object that also holds state of the session.
+            counter is an attribute of an object that also holds state of the session.
     """
 
     counters: Sequence[str]
@@ -350,13 +349,13 @@ class ForeignBlocks(Protocol):
     numbers: int
 
     def feed(self, loader: Any, copy: int) -> Feed | None:
-        """Return the batches that copy number ``copy`` draws from the same loader; None: they are not known."""
+        """Return the batches that copy number ``copy`` draws from the same loader; None if they are not known."""
 
     def act_as(self, copy: int, step: int) -> None:
         """Seed the next block as a block of copy number ``copy`` would be seeded at ``step``."""
 
     def gradients(self) -> int | None:
-        """Return the 64-bit digest of the gradients of the block; None: the block has left no gradients."""
+        """Return the 64-bit digest of the gradients of the block; None if the block has left no gradients."""
 
     def sum(self, vector: Sequence[int]) -> list[int]:
         """Return the sum of an integer vector over all ranks. Raises: PeerLost."""
@@ -368,7 +367,7 @@ class StandsForOthers(Protocol):
 
     @property
     def others(self) -> ForeignBlocks | None:
-        """Access to the blocks of other copies; None: each rank holds only a part of a copy."""
+        """Access to the blocks of other copies; None if each rank holds only a part of a copy."""
 
 
 @runtime_checkable

@@ -50,7 +50,7 @@ class Tokens:
     """The token counts of one step, in its micro-batches and in the Trainer's sum. A repeated step is counted once.
 
     Attributes:
-        held: the number of tokens by which the Trainer divides the loss; None: the Trainer does not divide.
+        held: the number of tokens by which the Trainer divides the loss; None if the Trainer does not divide.
     """
 
     def __init__(self, trainer: Any) -> None:

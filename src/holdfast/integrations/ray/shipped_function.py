@@ -82,7 +82,7 @@ def load_function(module: str, name: str, root: str) -> Callable[..., Any]:
 
 
 def find_place(here: str, drivers: str, root: str, file: str) -> str:
-    """Return the directory on this node that corresponds to the driver's ``root`` and holds ``file``; empty: none does.
+    """Return this node's directory that corresponds to the driver's ``root`` and holds ``file``; empty if none does.
 
     Args:
         here: working directory of this process.

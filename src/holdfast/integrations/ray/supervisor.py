@@ -336,7 +336,7 @@ class Supervisor:
         return bool(self._codes or self.asked) or all(node.phase == "out" for node in self._nodes)
 
     def _ask(self, call: Any) -> Any:
-        """Return the answer of a call to an actor; None: there is no answer, because the node is lost."""
+        """Return the answer of a call to an actor; None if there is no answer, because the node is lost."""
         try:
             return ray.get(call, timeout=ANSWER_S)
         except RayError:

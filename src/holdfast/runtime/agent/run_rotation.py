@@ -37,7 +37,7 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
             still save and leave.
 
     Returns:
-        The new path of the run directory; None: there was no previous start.
+        The new path of the run directory; None if there was no previous start.
 
     Raises:
         UsageError: the previous start still runs, or another user may have made the directory.

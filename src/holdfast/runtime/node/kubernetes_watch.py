@@ -65,7 +65,7 @@ def _account(environment: Mapping[str, str]) -> Path:
 
 
 def missing_in(environment: Mapping[str, str]) -> str:
-    """Return what this process lacks to send requests to the API server, in words; empty: it lacks nothing."""
+    """Return what this process lacks to send requests to the API server, in words; empty if it lacks nothing."""
     for name in (*SERVER, *DOWNWARD):
         if not environment.get(name):
             return f"the variable {name} is not set"
@@ -120,8 +120,8 @@ def open_api(place: PodPlace, environment: Mapping[str, str]) -> Any:
 class ApiFailure(NamedTuple):
     """An error of a request to the API server.
 
-    ``status``: the HTTP status of the answer; 0: no answer came. ``text``: the cause in words, equal for all errors of
-    one cause.
+    ``status``: the HTTP status of the answer; 0 if no answer came. ``text``: the cause in words, equal for all errors
+        of one cause.
     """
 
     status: int

@@ -124,7 +124,7 @@ def slurm_end(variable: str, now: float) -> Foreseen | None:
 
 
 def slurm_job(line: str, now: float) -> Foreseen | None:
-    """Return the notice of a job's end in a line of ``scontrol --oneliner show job``; None: the job has no time limit.
+    """Return the notice of a job's end in a line of ``scontrol --oneliner show job``; None without a time limit.
 
     The times in the line are in the time zone of this process.
 

@@ -59,7 +59,7 @@ class HeadImport(NamedTuple):
     optional: bool
 
     def make(self) -> str:
-        """Execute the statement, and return its error as text; empty: it succeeded.
+        """Execute the statement, and return its error as text; empty if it succeeded.
 
         The imported modules stay in ``sys.modules``.
         """

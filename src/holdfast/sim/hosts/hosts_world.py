@@ -64,8 +64,8 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         spares: number of spare hosts.
         per_node: number of ranks per host.
         shards: number of distinct boxes; rank r holds box ``r % shards``.
-        nodes_min: smallest number of hosts with which the job continues after it has lost hosts and their ranks; 0: the
-            job never continues with fewer ranks. Another value than 0 needs ``shards`` 1.
+        nodes_min: smallest number of hosts with which the job continues after it has lost hosts and their ranks; 0 if
+                    the job never continues with fewer ranks. Another value than 0 needs ``shards`` 1.
         witness: True if the job has a witness.
         until: number of steps of the run.
     """
@@ -541,8 +541,8 @@ class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         code: exit code of the job, from a controller with a majority if one ended the run, otherwise from a controller
-            that decided alone; -1: no controller ended the run, and no host is left.
-        step: the step at which training finished; -1: training did not finish.
+            that decided alone; -1 if no controller ended the run, and no host is left.
+        step: the step at which training finished; -1 if training did not finish.
         time_s: virtual seconds of the run.
         digest: digest of all simulated events, equal for equal runs.
         coverage: number of faults by (kind, phase of the job).

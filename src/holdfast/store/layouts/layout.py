@@ -395,7 +395,7 @@ def cut_box(shape: Shape, cuts: Cuts) -> Box:
 
 
 def _cuts_of(tensor: TensorMeta) -> Cuts | None:
-    """Return the cell (part of a regular cut) that equals a declared box; None: no such cell is known."""
+    """Return the cell (part of a regular cut) that equals a declared box; None if no such cell is known."""
     if tensor.dtype not in DTYPE_SIZE_BYTES:
         raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
     if len(tensor.box.sizes) != len(tensor.shape) or len(tensor.box.offsets) != len(tensor.shape):

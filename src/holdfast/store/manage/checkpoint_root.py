@@ -44,7 +44,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     Attributes:
         root: the path or URL of the root.
-        chosen: the newest valid checkpoint; None: there is none.
+        chosen: the newest valid checkpoint; None if there is none.
         rejected: the newer attempts that are not valid, each with the reason.
         at: the step that was searched for; None means any step.
         steps: steps of all existing attempts, newest first.

@@ -242,7 +242,7 @@ class BackgroundSaver(Closes):
         return self._pool.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no save is in progress, for at most ``timeout_s`` seconds (None: for any time).
+        """Wait until no save is in progress, for at most ``timeout_s`` seconds. None sets no limit.
 
         Return False if a save is still in progress then.
         """
