@@ -130,7 +130,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         model: a ``Model`` that has not trained yet.
         exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``;
             if empty, it writes no such files.
-                        exit_directory: parent of ``rank_N``.
+        exit_directory: parent of ``rank_N``.
         options: options of :func:`session`.
     """
 

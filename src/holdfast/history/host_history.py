@@ -18,8 +18,8 @@ class HostView(msgspec.Struct):
     """One of several hosts of a run.
 
     ``gone``: how the host left; empty while the host is connected to this one. ``leaves``: sources of the notices that
-        the host will leave. ``leaves_at``: the earliest deadline of these notices (Unix time); None without a deadline.
-        ``left_out``: the reason why the host gets no ranks although it is connected; empty if it may get ranks.
+    the host will leave. ``leaves_at``: the earliest deadline of these notices (Unix time); None without a deadline.
+    ``left_out``: the reason why the host gets no ranks although it is connected; empty if it may get ranks.
     """
 
     name: str

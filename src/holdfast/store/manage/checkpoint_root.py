@@ -203,9 +203,8 @@ class Root:
 
         Args:
             keep: the policy, or the number of newest checkpoints to keep.
-            lineage: prune only the attempts of this
-                lineage, and attempts of other runs that were never finished and are older than ``grace_s``. None: prune
-                the attempts of all runs.
+            lineage: prune only the attempts of this lineage, and attempts of other runs that were never finished and
+                are older than ``grace_s``. None prunes the attempts of all runs.
             grace_s: age in seconds below which an invalid attempt is kept.
             dry_run: remove nothing.
 
