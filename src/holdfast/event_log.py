@@ -222,9 +222,9 @@ class EventLog:
         """Open or make the log at ``path`` (mode 0600). ``who`` names this process in its events.
 
         Args:
-            room_wait_s: above 0 for a daemon. Then blocks are reserved for its lines. If these blocks are used up, an
-                append waits this many seconds for free space, and so does the action that the event announces. A
-                daemon that ended instead would lose its state.
+            room_wait_s: seconds for which an append waits for free space. Only a daemon gives more than 0, and blocks
+                are then reserved for its lines. If these blocks are used up, the append waits, and with it the action
+                that the event announces. A daemon that ended instead would lose its state.
 
         Raises:
             OSError: the log cannot be written.

@@ -170,7 +170,7 @@ class Codec(Generic[M]):
 
     @cached_property
     def _decoder(self) -> msgspec.msgpack.Decoder[M]:
-        """The decoder. Its construction takes long for a large union, and a launcher rarely receives a message."""
+        """The decoder, made at first use: for a large union that takes long, and a launcher rarely needs it."""
         return msgspec.msgpack.Decoder(self._kind)
 
     def encode(self, message: M) -> bytes:

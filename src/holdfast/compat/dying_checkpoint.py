@@ -105,7 +105,7 @@ class Done(TtpMessage, frozen=True):
 
 
 class Stop(TtpMessage, frozen=True):
-    """Order: begin no update that leads beyond ``step`` (-1: begin none), and report the last completed step."""
+    """Order: begin no update that leads beyond ``step`` (-1 means begin none), and report the last completed step."""
 
     reason: str
     step: int = -1

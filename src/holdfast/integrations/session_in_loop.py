@@ -33,7 +33,7 @@ class Replay:
             resume.
         own: plain values of this rank alone that were committed with ``position``; None if they are not known.
         drawn: the batches of this rank, compared with those that the earlier process with this rank drew.
-        may_differ: True: the position may differ between ranks (metrics of their own data, times), so the session
+        may_differ: True if the position may differ between ranks (metrics of their own data, times), so the session
             does not warn.
         shows_committed_steps: the result of ``state_dict`` changes only when a step commits, so no step copies it.
     """
@@ -121,7 +121,7 @@ class Replay:
             self._session.own = {"own": self.own, "drawn": self.drawn.record}
 
     def amend(self, position: dict[str, Any]) -> None:
-        """Replace the position after work that all ranks have done since the step ended.
+        """Replace the position, because all ranks have done further work since the step ended.
 
         A newcomer begins after that work.
         """

@@ -395,7 +395,7 @@ class World:
             self._feed_agent(agent, event)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a node after ``delay_s`` virtual seconds; 0: after the random time that a fork takes."""
+        """Start workers on a node after ``delay_s`` virtual seconds; if 0, after the random time that a fork takes."""
         self.replaced = [*self.replaced, *(self.seated[m.rank] for m in order.members)] if order.join else []
         for seat in order.members:
             worker = self.worker_type(self, node_id, seat, order)

@@ -29,7 +29,7 @@ NAME = "holdfast: "
 
 
 def clock(at: float | None = None) -> str:
-    """Return Unix time ``at`` (None: now) as the local time of day: ``21:52:45``."""
+    """Return Unix time ``at`` (None means now) as the local time of day: ``21:52:45``."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 

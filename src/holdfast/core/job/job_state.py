@@ -284,7 +284,7 @@ class Job:
     def start_members(self, resume: str) -> bool:
         """Make a new roster in the newest generation and start its members. Return False if nodes are missing.
 
-        ``resume``: name of the save to load; empty: the newest checkpoint.
+        ``resume``: name of the save to load; empty means the newest checkpoint.
         """
         before = {m.rank: m.node_id for m in self.roster.members}
         world_size = self.room()

@@ -238,8 +238,8 @@ class Roster:
         """Keep the layout that a rank has published.
 
         Returns:
-            The layouts of all ranks if they now have the version of this layout for the first time, or if the rank has
-            sent the layout again: the answer to the rank may have been lost with an agent. Otherwise None.
+            The layouts of all ranks in two cases: all of them now have the version of this layout for the first time,
+            or the rank has sent the layout again, because the answer may have been lost with an agent. Otherwise None.
         """
         before = self.layouts.get(layout.rank)
         again = before is not None and before.by_itself and before.version == layout.version

@@ -371,7 +371,7 @@ class Recovery:
                 self._recovered(now)
 
     def _let_go(self) -> bool:
-        """Let members end whose user code raised an exception, unless only these members hold a part of the state.
+        """Order members to end after an exception in their user code. Keep them if only they hold a part of the state.
 
         Returns: True if the recovery must wait until these members are gone.
         """

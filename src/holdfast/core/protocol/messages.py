@@ -490,7 +490,7 @@ class Assignment(msgspec.Struct, frozen=True):
 class StartMembers(Message, frozen=True):
     """Order to an agent to start these workers in ``generation``.
 
-    ``resume`` names the save to load; empty: the newest checkpoint.
+    ``resume`` names the save to load; empty means the newest checkpoint.
     """
 
     node_id: NodeId

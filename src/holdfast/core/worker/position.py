@@ -98,7 +98,7 @@ P, E, A = ScriptPosition, ScriptEvent, Attendance
 class Moves(NamedTuple):
     """Rows of the transition table: from each of the positions ``sources``, ``event`` leads to the position ``target``.
 
-    ``target`` None: the position does not change.
+    If ``target`` is None, the position does not change.
     """
 
     event: ScriptEvent

@@ -100,7 +100,7 @@ class Feed(Protocol):
         """Return the identity of the dataset that this feed draws from; None if it is not known."""
 
     def draw(self, epochs: int | None = None) -> Any:
-        """Return the next batch. Raises: StopIteration: ``epochs`` epochs are over (None: no limit)."""
+        """Return the next batch. Raises: StopIteration: ``epochs`` epochs are over (None sets no limit)."""
 
     def close(self) -> None:
         """Stop the worker processes of the loader."""
@@ -237,7 +237,7 @@ class GroupAdapter(Protocol):
         """Remove what :meth:`attach` installed."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return whether ``error``, raised in a session, is this framework's sign for the loss of a peer."""
+        """Return whether ``error``, which a session has raised, is an error of this framework about a lost peer."""
 
     def vote(self, vector: list[int]) -> list[int]:
         """Return the sum of the int64 ``vector`` over all ranks. Raises: PeerLost."""

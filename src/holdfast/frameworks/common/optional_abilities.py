@@ -89,7 +89,7 @@ class Accumulates(Protocol):
     """An adapter for a library that itself accumulates gradients and counts the batches."""
 
     def expect(self, batches: int | None) -> None:
-        """Set the number of batches of the next block; None: one batch, or as many as the block draws itself."""
+        """Set the number of batches of the next block; None means one batch, or as many as the block draws itself."""
 
 
 @runtime_checkable
@@ -140,9 +140,9 @@ class KnowsWeights(Protocol):
     """An adapter that can detect whether the script has put other weights into the model."""
 
     def holds_weights(self) -> bool:
-        """Return whether the model still has the weights of the last known moment, judged by a sample of the weights.
+        """Return whether the model still has the weights of the last boundary, judged by a sample of the weights.
 
-        The last known moment is the latest of these: a block ended, the script was given a step, or the script
+        The boundary is the latest of these moments: a block ended, the script was given a step, or the script
         began or left a loop. Callable from any thread.
         """
 

@@ -82,7 +82,7 @@ class FromPeer(msgspec.Struct, frozen=True):
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """A refusal of this agent by another agent, before this agent or an agent connected to it belongs to a job.
+    """The event that another agent has refused this agent, while this agent and its connected agents have no job.
 
     A refusal after that time is only logged. It comes from an agent of another job, or from a wrongly started host at
     the address of a lost node.

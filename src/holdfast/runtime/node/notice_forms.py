@@ -165,8 +165,8 @@ def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
     """Return the notice in the text of a user's file or command.
 
     Args:
-        text: "leave" or empty: there is no deadline. Otherwise the deadline: seconds from ``said_at``, a Unix time, or
-            a date and time (by default in UTC).
+        text: "leave" or an empty text means no deadline. Any other text is the deadline: seconds from ``said_at``, a
+            Unix time, or a date and time (by default in UTC).
         source: names the file or command.
         now: the Unix time of the read.
         said_at: the Unix time from which the seconds in ``text`` count.

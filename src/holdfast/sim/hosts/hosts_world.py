@@ -252,7 +252,7 @@ class HostsWorld(World):
     def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None:
         """Cut the power of a host.
 
-        The host starts again after ``back_s`` virtual seconds (0: never), with an empty disk if ``empty``.
+        The host starts again after ``back_s`` virtual seconds (0 means never), with an empty disk if ``empty``.
         """
         host, agent = self.hosts[node_id], self._agents[node_id]
         if not host.is_up or host.left:
@@ -350,7 +350,7 @@ class HostsWorld(World):
     def is_cut_off(self, node_id: NodeId) -> bool:
         """Return True if no majority of a host's electorate can have sent it messages in the last ``LEASE_S`` seconds.
 
-        False if a fault has delayed timers or syncs of the host, whose knowledge may then be outdated.
+        Return False if a fault has delayed timers or syncs of the host: the knowledge of the host may then be outdated.
         """
         host = self.hosts[node_id]
         electorate = host.disk.ballot.electorate
@@ -511,7 +511,7 @@ class HostsWorld(World):
             self.history.commits(worker, worker.machine.step - 1, loss, ranks)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a host after ``delay_s`` virtual seconds; 0: after the random time that a fork takes.
+        """Start workers on a host after ``delay_s`` virtual seconds; if 0, after the random time that a fork takes.
 
         From then on the job has the number of ranks that is in ``order``.
         """

@@ -203,7 +203,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return found
 
     def _deal(self) -> dict[tuple[int, ...], list[int]]:
-        """Divide the stream of each group of several holders among these ranks.
+        """Divide the stream of each group of several holders among the holders.
 
         Return, by group, the start of each holder's stretch in bytes, and the end of the last stretch.
         """

@@ -110,9 +110,10 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
 
 
 def _runs(devices: Sequence[int], copied: Sequence[int], count: int) -> bool:
-    """Return True if MindSpore can cut the copies, which lie along the axes ``copied``, into ``count`` parts.
+    """Return True if MindSpore can cut the copies along the axes ``copied`` of the device matrix into ``count`` parts.
 
-    The parts must fill the last of these axes completely, and divide the axis before them.
+    The parts must fill whole axes, from the last axis on, and divide the axis at which they end. If every axis has
+    copies, ``count`` need only divide the number of ranks.
     """
     if len(copied) == len(devices):
         return math.prod(devices) % count == 0

@@ -5,8 +5,8 @@ JSON, with the parameters of that rank's pipeline stage. The function ``merge_pi
 into one, in which a name begins with the stage (``1-decoder.weight``). For a parameter a file has:
 
 - a *device matrix*: the ranks of its stage as a grid, row by row;
-- a *tensor map*: for each dimension, the axis of the device matrix that cuts it, counted from the right (-1: none). If
-  several axes cut a dimension, the first is the outermost;
+- a *tensor map*: for each dimension, the axis of the device matrix that cuts it, counted from the right; -1 if no axis
+  cuts it. If several axes cut a dimension, the first is the outermost;
 - for uneven parts, the number of rows of each part;
 - for optimizer parallelism, the number of parts into which the ranks with copies cut the first dimension.
 

@@ -128,7 +128,8 @@ def load_into(
         first: names of targets to fill before all others.
         check: called after ``first`` is filled, with the names of targets that will not be filled. An error in this
             call ends the load.
-        threads: number of threads that read; 0: the host's cores divided among its ranks (for a remote store: a few).
+        threads: number of threads that read; 0 means the host's cores divided among its ranks (a few for a remote
+            store).
 
     Raises:
         CheckpointInvalid: a file is damaged or missing; the error names it. The targets hold garbage.
@@ -204,7 +205,7 @@ def load_values_of_all(
     Args:
         path: the checkpoint.
         names: tensors of the rank that loads. Only the dicts that this rank needs are returned, the most important
-            first. None: return the dicts of all ranks, in ascending order of ranks.
+            first. None returns the dicts of all ranks, in ascending order of ranks.
         rank: the rank that loads. Among several equally good dicts, that of this rank is preferred; -1 prefers none.
 
     Raises:

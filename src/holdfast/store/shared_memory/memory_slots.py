@@ -475,7 +475,7 @@ def _own_digest(words: tuple[int, ...]) -> int:
 
 
 def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
-    """Return each box with its offset in a slot (its digest is a placeholder), and the end offset of the last box."""
+    """Return each box with its offset in a slot and a placeholder for its digest, and the end of the last box."""
     places: list[KeptBox] = []
     end = _DATA_AT
     for meta in layout.tensors:

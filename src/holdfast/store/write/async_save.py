@@ -368,7 +368,7 @@ class BackgroundSaver(Closes):
 def _stage(
     memory: memoryview, parts: Iterable[tuple[WriteItem, StagedPart]], source: TensorSource, size_bytes: int
 ) -> Iterator[int]:
-    """Copy ``parts`` to their offsets in shared memory. Near the end, yield repeatedly the number of bytes copied."""
+    """Copy ``parts`` to their offsets in shared memory. Yield the number of copied bytes several times near the end."""
     step = max(ARRIVED_SIZE_BYTES_MIN, size_bytes // (ARRIVED_MAX - 1))
     said = int(ARRIVED_FROM * size_bytes) - step
     device = source if isinstance(source, DeviceSource) else None
