@@ -209,8 +209,8 @@ def choose(groups: Iterable[ShardGroup], good: set[int]) -> tuple[dict[int, tupl
 class DyingCheckpoint:
     """The state machine of the controller; the module docstring states its rules.
 
-    ``phase`` is for reports: forming (ranks connect), training, stopping, reaching (ranks that are behind complete the
-    newest step), saving, renaming, over.
+    ``phase`` is for reports: forming (ranks connect), training, stopping, reaching (slower ranks complete the newest
+        step), saving, renaming, over.
     """
 
     def __init__(self, world_size: int) -> None:

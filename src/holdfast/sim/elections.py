@@ -108,8 +108,8 @@ class ElectionSearch:
             campaign.
         crashes: largest number of crashes in one order of events.
         reinstalls: largest number of agents that lose their disk in one order of events.
-        announced: True: the controller of a leader starts, and the leader then announces itself to the other agents.
-            False: no controller starts.
+        announced: True if the controller of a leader starts, and the leader then announces itself to the other agents;
+            False if no controller starts.
         machine: class of the election's state machine, for example with a planted error.
 
     Attributes:

@@ -116,7 +116,7 @@ class Screen:
         """Make the console of one run.
 
         Args:
-            marked: True: print ``[rank N]`` before each line of a rank.
+            marked: True if ``[rank N]`` is printed before each line of a rank.
             prefix: returns the text to print before each line of a rank, in place of ``[rank N]``.
         """
         self._marked = marked

@@ -141,7 +141,7 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """True if the run has ended, or no process is left that could continue it."""
+        """True if the run has ended, or if no living process could continue it."""
         return self.poll().state in ("ended", "lost")
 
     @property

@@ -30,7 +30,7 @@ Elsewhere = Mapping[int, frozenset[int]]
 def kept_by(
     members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> dict[int, frozenset[int]]:
-    """Return, for each rank, the steps of which a state of this rank is in memory.
+    """Return, for each rank, the steps of its states in memory.
 
     A living rank lists its steps in the answer to the fence. For a dead rank its agent has listed them. Other nodes may
     keep further states of the rank.

@@ -103,7 +103,7 @@ class Recovery:
 
     @property
     def only_replaces(self) -> bool:
-        """True while replacements start that take their state from living ranks."""
+        """True while replacements start, and take their state from living ranks."""
         replaces = self.plan is not None and self.plan.verdict.action == "replace"
         return replaces and self.phase in ("preparing", "replacing")
 

@@ -1,8 +1,8 @@
 """Detection of workers without progress, with time limits learned from how long progress usually takes.
 
 Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in the
-vote of each step, so when one of them stops for good, soon all do. A node is *stalled* when each of its workers has
-made no progress for longer than that worker's time limit. A rank that waits for a slow rank exceeds its own limit
+vote of each step, so when one rank stops for good, soon all ranks stop. A node is *stalled* when each of its workers
+has made no progress for longer than that worker's time limit. A rank that waits for a slow rank exceeds its own limit
 early. That is harmless, because the limit of the slow rank counts. Which rank is to blame is decided later
 (``core/watch/hang_attribution.py``).
 

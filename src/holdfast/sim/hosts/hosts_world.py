@@ -65,7 +65,7 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         per_node: number of ranks per host.
         shards: number of distinct boxes; rank r holds box ``r % shards``.
         nodes_min: smallest number of hosts with which the job continues after it has lost hosts and their ranks; 0 if
-                    the job never continues with fewer ranks. Another value than 0 needs ``shards`` 1.
+            the job never continues with fewer ranks. Another value than 0 needs ``shards`` 1.
         witness: True if the job has a witness.
         until: number of steps of the run.
     """

@@ -123,8 +123,8 @@ def load_into(
             (``unexpected``). They count like tensors.
         optional: name patterns (``fnmatch``). Matching names may be missing among the targets or in the checkpoint, or
             differ in shape or dtype.
-        strict: True: names without such a pattern must be among the targets and in the checkpoint. False: they may be
-            missing, but not differ in shape or dtype.
+        strict: if True, names without such a pattern must be among the targets and in the checkpoint. Otherwise they
+            may be missing, but not differ in shape or dtype.
         first: names of targets to fill before all others.
         check: called after ``first`` is filled, with the names of targets that will not be filled. An error in this
             call ends the load.

@@ -169,8 +169,8 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
 
     Args:
         directory: the checkpoint.
-        headers: True: ignore the boxes of a file with a damaged header. False: use them, because the data may be intact
-            (see ``repair.py``).
+        headers: if True, the boxes of a file with a damaged header are ignored. Otherwise they are used, because the
+            data may be intact (see ``repair.py``).
 
     Returns:
         The content of the JSON files, and the damage.

@@ -241,7 +241,7 @@ class Slots:
         """Choose a slot for a new state, zero its marker, and return its memory.
 
         The slot is the one that holds the state of ``step``, if any. Otherwise it is an empty slot, or the slot with
-                the older state.
+        the older state.
         """
         held = [marked_step(path) for path in self._paths]
         number = min(range(SLOTS), key=lambda n: (held[n] != step, -1 if held[n] is None else held[n]))
