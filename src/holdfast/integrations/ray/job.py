@@ -85,11 +85,9 @@ def run(
         num_nodes: number of nodes that hold ranks.
         workers_per_node: number of ranks on each of these nodes.
         spares: number of spare nodes, which wait for the loss of a node.
-        shrink_to: least number of nodes to train with if some are lost and no spare waits; with 0 the job waits for a
-            node.
+        shrink_to: least number of nodes to train with if some are lost and no spare waits; with 0 the job waits.
         use_gpu: True reserves a GPU per worker.
-        resources: resources of one node, in addition to a CPU (and GPU) per worker. An entry ``CPU`` or ``GPU``
-            replaces that number: ``{"CPU": 32, "GPU": 8}``.
+        resources: resources of one node, which replace or complete a CPU (and GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
         placement_strategy: ``STRICT_SPREAD``, or ``SPREAD``, with which nodes may share a host and be lost together.
         train_loop_config: plain values for the function.
         args: arguments of the script.
