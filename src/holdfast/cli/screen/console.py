@@ -141,7 +141,7 @@ class Screen:
             self._live = None
 
     def rank(self, rank: int, line: str, *, always_marked: bool = False) -> None:
-        """Print a line of a rank's output. ``always_marked``: print ``[rank N]`` before it in any case."""
+        """Print a line of a rank's output. If ``always_marked``, print ``[rank N]`` before it in any case."""
         text = self._of_rank(rank, line, always_marked=always_marked)
         if self._live is not None and self._console is not None:
             self._console.print(Text.from_ansi(coloured(text)))

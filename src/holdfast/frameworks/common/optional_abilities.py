@@ -112,7 +112,7 @@ class BeginsEqual(Protocol):
     """An adapter that makes the initial states of the ranks of a new job equal, or proves that they are equal."""
 
     def begin_equal(self) -> None:
-        """Make or prove the copies of the initial state equal on all ranks, if the framework can compare or send them.
+        """Make the copies of the initial state equal, or prove that they are, if the framework can do so.
 
         Raises:
             StateError: copies differ, and are not overwritten; the error names the tensor.

@@ -87,7 +87,7 @@ def run(
         spares: number of spare nodes, which wait for the loss of a node.
         shrink_to: least number of nodes to train with if some are lost and no spare waits; with 0 the job waits.
         use_gpu: True reserves a GPU per worker.
-        resources: resources of one node, which replace or complete a CPU (and GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
+        resources: resources of a node, which replace or complete a CPU (and GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
         placement_strategy: ``STRICT_SPREAD``, or ``SPREAD``, with which nodes may share a host and be lost together.
         train_loop_config: plain values for the function.
         args: arguments of the script.

@@ -110,7 +110,10 @@ class JudgedView:
 
     @property
     def memory_losses(self) -> set[str]:
-        """The kinds of memory that have lost data so far: ``agent``, ``controller``, ``node``, ``page`` (status)."""
+        """The parts of the job whose data in memory was lost: ``agent``, ``controller``, ``node`` or ``page``.
+
+        ``page`` means a status page.
+        """
         return self._scene.memory_losses
 
     @property
