@@ -74,7 +74,7 @@ def ckpt() -> None:
 @click.option("--deep", is_flag=True, help="Read and verify every byte.")
 @json_option
 def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
-    """List all checkpoints below ROOT, newest first, and say why one cannot be used.
+    """List all checkpoints below ROOT, newest first, with the reason why one cannot be used.
 
     A sealed checkpoint is complete, and the rank that wrote last has marked it so. A complete one has no such mark.
     In an unfinished one the shares of some ranks are missing. In a damaged one some files have changed since they

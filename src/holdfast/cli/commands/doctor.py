@@ -74,7 +74,7 @@ class DoctorFinding(msgspec.Struct, frozen=True):
 def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool) -> int:
     """Test Python, torch, shared memory, limits and the checkpoint directory.
 
-    With RUN (an id or a path), also say how many steps the loss of one rank of this run would cost. The newest
+    With RUN (an id or a path), also show how many steps the loss of one rank of this run would cost. The newest
     checkpoint of RUN shows that. The exit code is 3 if a test has found that a run would fail.
     """
     findings = list(examine(checkpoint))
