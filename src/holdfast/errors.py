@@ -198,7 +198,7 @@ class StoreError(HoldfastError):
 
 
 class CheckpointInvalid(StoreError):
-    """The error for checkpoint files that are torn, flipped, incomplete or foreign."""
+    """The error for checkpoint files that are incomplete, damaged or of another save."""
 
 
 class CheckpointMismatch(StoreError):

@@ -160,7 +160,7 @@ def _last_of(path: Path, kind: str) -> int:
 
 
 def _last_sound(lines: bytes, needle: bytes) -> int:
-    """Return the byte offset of the last valid line that contains ``needle``; -1: there is none."""
+    """Return the byte offset of the last valid line that contains ``needle``; -1 if there is none."""
     at = len(lines)
     while (at := lines.rfind(needle, 0, at)) >= 0:
         first, last = lines.rfind(b"\n", 0, at) + 1, lines.find(b"\n", at)
@@ -222,9 +222,9 @@ class EventLog:
         """Open or make the log at ``path`` (mode 0600). ``who`` names this process in its events.
 
         Args:
-            room_wait_s: above 0 for a daemon. Then blocks are reserved for its lines. If these blocks are used up, an
-                append waits this many seconds for free space, and so does the action that the event announces. A
-                daemon that ended instead would lose its state.
+            room_wait_s: seconds for which an append waits for free space. Only a daemon gives more than 0, and blocks
+                are then reserved for its lines. If these blocks are used up, the append waits, and with it the action
+                that the event announces. A daemon that ended instead would lose its state.
 
         Raises:
             OSError: the log cannot be written.
@@ -245,7 +245,7 @@ class EventLog:
     ) -> Event:
         """Append one event.
 
-        If ``durable``, return after the event is on the disk. ``said``: the event's time; None: now.
+        If ``durable``, return after the event is on the disk. ``said``: the event's time; None means now.
 
         Raises:
             OSError: the disk is full (for ``room_wait_s`` seconds) or gone. The log then has no incomplete line.

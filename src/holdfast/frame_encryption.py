@@ -27,7 +27,7 @@ _COUNT_SIZE_BYTES = 8
 
 
 def missing() -> str:
-    """Return the reason why this interpreter cannot encrypt; empty: it can."""
+    """Return the reason why this interpreter cannot encrypt; empty if it can."""
     needed = f"encryption needs the package {PACKAGE}, version {MAJOR_MIN} or newer, and"
     if importlib.util.find_spec(PACKAGE) is None:
         return f"{needed} it is not installed"

@@ -129,7 +129,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
     Args:
         model: a ``Model`` that has not trained yet.
         exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``;
-            empty: no such files.
+            if empty, it writes no such files.
         exit_directory: parent of ``rank_N``.
         options: options of :func:`session`.
     """
@@ -297,7 +297,7 @@ def train(
         model, dataset, callbacks: as for ``Model.train``.
         epoch: number of the final epoch, as for ``Model.train``, also after a resume.
         exit_name, exit_directory: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and
-            ``.mindir`` below ``exit_directory``; empty name: no such files.
+            ``.mindir`` below ``exit_directory``. With an empty name it writes no such files.
         options: options of :func:`session`.
 
     Raises:

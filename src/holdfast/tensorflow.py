@@ -42,7 +42,7 @@ def session(
 
     Args:
         model: a built Keras model, made in the strategy's scope.
-        optimizer: its optimizer; None: ``model.optimizer``.
+        optimizer: its optimizer; None means ``model.optimizer``.
         strategy: ``MultiWorkerMirroredStrategy``; None for one process.
         state: the user's own state, by name: plain values, NumPy arrays, TensorFlow variables and tensors, containers
             of these, and objects with ``state_dict`` and ``load_state_dict``. Restored in place where possible.

@@ -16,7 +16,7 @@ def noun_of(count: int, noun: str) -> str:
 
 
 def closest(word: str, words: Sequence[str]) -> str:
-    """Return the word of ``words`` that the user probably meant by ``word``; empty: none is likely.
+    """Return the word of ``words`` that the user probably meant by ``word``; empty if none is likely.
 
     The result is the only word that begins with ``word``, or otherwise a similar word.
     """

@@ -170,7 +170,7 @@ class Codec(Generic[M]):
 
     @cached_property
     def _decoder(self) -> msgspec.msgpack.Decoder[M]:
-        """The decoder. Its construction takes long for a large union, and a launcher rarely receives a message."""
+        """The decoder, made at first use: for a large union that takes long, and a launcher rarely needs it."""
         return msgspec.msgpack.Decoder(self._kind)
 
     def encode(self, message: M) -> bytes:
@@ -229,7 +229,7 @@ class FrameReader:
         return bool(self._buffer)
 
     def next(self) -> bytes | None:
-        """Return the payload of the next complete frame; None: no frame is complete.
+        """Return the payload of the next complete frame; None if no frame is complete.
 
         Raises:
             ProtocolError: the peer announces a payload that is longer than the limit.
@@ -291,7 +291,7 @@ class Link(Generic[M]):
         return self._seals is not None
 
     def take_output(self) -> bytes:
-        """Return the bytes to send now, and remove them from the link; empty: there are none."""
+        """Return the bytes to send now, and remove them from the link; empty if there are none."""
         data = bytes(self._output)
         self._output.clear()
         return data

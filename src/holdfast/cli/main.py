@@ -142,7 +142,7 @@ def answer(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
     Args:
-        argv: the words after ``holdfast``; None: those of this process.
+        argv: the words after ``holdfast``; None means those of this process.
     """
     try:
         try:
@@ -176,6 +176,9 @@ def _answer(args: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command line (None: that of this process), and exit with its code. This is the entry point ``holdfast``."""
+    """Run a command line, and exit with its code. This is the entry point ``holdfast``.
+
+    If ``argv`` is None, the command line is that of this process.
+    """
     watch()
     sys.exit(answer(argv))

@@ -72,7 +72,7 @@ class Faulted(TtpMessage, frozen=True):
 class Stood(TtpMessage, frozen=True):
     """Answer to :class:`Stop`: this rank begins no further update.
 
-    ``step`` is its last completed step. ``why`` is the reason why its state is not sound; empty: the state is sound.
+    ``step`` is its last completed step. ``why`` is the reason why its state is not sound; empty if the state is sound.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class Stood(TtpMessage, frozen=True):
 
 
 class Saved(TtpMessage, frozen=True):
-    """Report: a writer has written its parts of ``step``, or failed. ``why``: the error; empty: it succeeded."""
+    """Report: a writer has written its parts of ``step``, or failed. ``why``: the error; empty if it succeeded."""
 
     rank: int
     step: int
@@ -91,7 +91,7 @@ class Saved(TtpMessage, frozen=True):
 class Renamed(TtpMessage, frozen=True):
     """Report: this rank has published (renamed) the dying checkpoint, or failed.
 
-    ``why``: the error; empty: it succeeded.
+    ``why``: the error; empty if it succeeded.
     """
 
     rank: int
@@ -105,7 +105,7 @@ class Done(TtpMessage, frozen=True):
 
 
 class Stop(TtpMessage, frozen=True):
-    """Order: begin no update that leads beyond ``step`` (-1: begin none), and report the last completed step."""
+    """Order: begin no update that leads beyond ``step`` (-1 means begin none), and report the last completed step."""
 
     reason: str
     step: int = -1
@@ -209,8 +209,8 @@ def choose(groups: Iterable[ShardGroup], good: set[int]) -> tuple[dict[int, tupl
 class DyingCheckpoint:
     """The state machine of the controller; the module docstring states its rules.
 
-    ``phase`` is for reports: forming (ranks connect), training, stopping, reaching (ranks that are behind complete the
-    newest step), saving, renaming, over.
+    ``phase`` is for reports: forming (ranks connect), training, stopping, reaching (slower ranks complete the newest
+        step), saving, renaming, over.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -319,7 +319,7 @@ class Processor:
         os._exit(1)
 
     def _try(self, name: str, order: Message) -> str:
-        """Call the handler registered under ``name``. Return its exception as text; empty: the handler raised none."""
+        """Call the handler registered under ``name``. Return its exception as text; empty if there was none."""
         try:
             self._call(name, order)
         except Exception as error:

@@ -35,7 +35,7 @@ class StepState:
 
     def __init__(self, bound: bool) -> None:
         self.step = 0
-        """Step of the last whole state; 0: none in this process."""
+        """Step of the last whole state; 0 if this process has had none."""
         self.arguments: Any = None
         """Arguments that belong to :attr:`step`; before the first whole state the newest arguments."""
         self.updating = False
@@ -54,7 +54,7 @@ class StepState:
 
     @property
     def why(self) -> str:
-        """The reason why the state is not whole; empty: the state is whole."""
+        """The reason why the state is not whole; empty if the state is whole."""
         if self.updating:
             return "its update was not completed"
         if self._ended is not None:
@@ -114,6 +114,6 @@ class StepState:
 
 
 def _count(arguments: Any) -> int | None:
-    """Return the iteration count with which a Megatron script's arguments begin; None: they begin with no number."""
+    """Return the iteration count with which a Megatron script's arguments begin; None if they begin with no number."""
     first = arguments[0] if isinstance(arguments, tuple | list) and arguments else None
     return first if isinstance(first, int) and not isinstance(first, bool) else None

@@ -1,10 +1,10 @@
 """The agent of one node: its workers, and its connections to controller, launcher and command line.
 
 Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, and forwards
-messages. It also keeps three kinds of messages, so that every other process can be replaced: for each worker of the
-newest generation its last message of each kind, the layouts of all ranks, and the messages that could not be delivered.
-A new controller gets the agent's hello, then all of these messages, then a heartbeat. When the controller is lost, the
-agent commands the start of a new one. When the launcher is lost, the agent asks for a graceful exit, because no person
+messages. It also keeps messages, so that every other process can be replaced. It keeps the last message of each kind
+from each worker of the newest generation, the layouts of all ranks, and the messages that could not be delivered. A new
+controller gets the agent's hello, then all of these messages, then a heartbeat. When the controller is lost, the agent
+commands the start of a new one. When the launcher is lost, the agent asks for a graceful exit, because no person
 watches the run then.
 
 The shell is the code that drives this state machine: it starts and signals processes.

@@ -90,7 +90,7 @@ class Controller:
     Args:
         config: the settings.
         past: the state of earlier controllers, read from the event log.
-        uncovered: function that returns why the given ranks cannot save the whole state; empty: they can.
+        uncovered: function that returns why the given ranks cannot save the whole state; empty if they can.
     """
 
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:

@@ -12,7 +12,7 @@ of the job. So a voter refuses a candidate whose log ends before the log of the 
 
 A host that was installed again has also lost its votes. Such a voter knows no electorate, and reports that with its
 vote: the vote is *blank*, and does not count. Two majorities share a voter, and this voter has to remember its votes.
-In the first term only the founder (the agent on which the job began) asks for votes, so there a blank vote counts too.
+In the first term only the founder (the agent on which the job began) asks for votes, so a blank vote also counts there.
 A new leader sends the electorate to all agents. An agent that receives it cannot vote again in the leader's term: the
 leader already has the votes of a majority. The price: no leader is elected if no majority remembers its votes. The
 remaining agents then save a checkpoint and end (docs/design/0038-simulated-hosts.md).
@@ -361,7 +361,7 @@ class Election:
 
         Args:
             term: the term that another agent has named.
-            leader: the leader of that term; empty: not known. This agent votes for no other candidate in that term.
+            leader: the leader of that term; empty if unknown. This agent votes for no other candidate in that term.
         """
         if term <= self.kept.term:
             return

@@ -73,7 +73,7 @@ MEMORY = "memory@"
 
 
 def memory_name(step: int) -> str:
-    """Return the name that a start order has, in place of a directory, to load the states of ``step`` in memory."""
+    """Return the name for the states of ``step`` in memory. An order to start has it in place of a save's name."""
     return f"{MEMORY}{step}"
 
 

@@ -33,9 +33,9 @@ class ProcessPlace(NamedTuple):
 
     Attributes:
         rank, world_size: rank in the job, and number of ranks of the job.
-        local_rank, local_world_size: rank on this node, and number of ranks on this node; 0: not known.
-        node: number of this node; -1: not known.
-        master: address of the node of rank 0; empty: not known.
+        local_rank, local_world_size: rank on this node, and number of ranks on this node; 0 if unknown.
+        node: number of this node; -1 if unknown.
+        master: address of the node of rank 0; empty if unknown.
         said: the variables that were used, with their values, as text for users.
     """
 
@@ -64,7 +64,7 @@ class Fact(NamedTuple):
 
 
 class LauncherVariables(NamedTuple):
-    """Names of the variables of one launcher; empty: the launcher has no such variable.
+    """Names of the variables of one launcher; empty if the launcher has no such variable.
 
     ``manager``: the launcher starts processes that may be launchers themselves (mpirun, srun).
     """
@@ -118,7 +118,7 @@ class LaunchClaim(NamedTuple):
     inside: bool = False
 
     def value(self, what: str) -> int | None:
-        """Return the value of the field ``what``, for example ``rank``; None: the launcher does not set it."""
+        """Return the value of the field ``what``, for example ``rank``; None if the launcher does not set it."""
         fact = self.facts.get(what)
         return None if fact is None else fact.value
 
@@ -129,7 +129,7 @@ class LaunchClaim(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the job according to this launcher; 0: not known."""
+        """Number of nodes of the job according to this launcher; 0 if unknown."""
         size, local = self.value("size") or 0, self.value("local_size") or 0
         return self.value("nodes") or (size // local if local else 0)
 
@@ -145,7 +145,7 @@ def seat_of(
     Args:
         env: the environment variables.
         known: rank and size of the framework's own process group, if it has one already.
-        hosts: for each host, the ranks that the rank table of the environment lists; empty: no table was read.
+        hosts: for each host, the ranks that the rank table of the environment lists; empty if no table was read.
 
     Raises:
         UsageError: a value is no number, a rank has no size or the reverse, a rank is not below the size, or two

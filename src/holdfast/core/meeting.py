@@ -22,7 +22,10 @@ from holdfast.core.ids import NodeId
 
 
 class Told(NamedTuple):
-    """A message of a connected agent: the job that it belongs to, and the job that it is near; empty: no job."""
+    """A message of a connected agent: the job that it belongs to, and the job that it is near.
+
+    An empty name means no job.
+    """
 
     job: str
     near: str
@@ -32,7 +35,7 @@ class Meeting:
     """The jobs that one agent knows of before it belongs to one, from the messages of connected agents.
 
     Args:
-        job: name of the job that this agent belongs to; empty: no job.
+        job: name of the job that this agent belongs to; empty if it belongs to none.
         nodes_min: number of connected agents that is enough to begin a job.
         nodes_max: number of agents in the whole job, spare nodes included.
         gather_s: seconds to wait before a job is founded: for spare nodes, or because a job was near.
@@ -48,12 +51,12 @@ class Meeting:
 
     @property
     def near(self) -> str:
-        """Name of the job that a connected agent belongs to; empty: no connected agent belongs to a job."""
+        """Name of the job that a connected agent belongs to; empty if no connected agent belongs to a job."""
         return next((told.job for _, told in sorted(self._told.items()) if told.job), "")
 
     @property
     def elsewhere(self) -> str:
-        """Name of a job that a connected agent belongs to or is near; empty: there is no such job."""
+        """Name of a job that a connected agent belongs to or is near; empty if there is no such job."""
         return self.near or next((told.near for _, told in sorted(self._told.items()) if told.near), "")
 
     def join(self, job: str) -> None:

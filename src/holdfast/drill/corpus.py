@@ -31,7 +31,7 @@ def sources(root: Path) -> list[Path]:
 def load(size_bytes: int, root: Path | None = None) -> npt.NDArray[np.uint8]:
     """Return the first ``size_bytes`` bytes of the sources as a vector of uint8, shape ``(size_bytes,)``.
 
-    ``root`` is the directory of the sources; None: the directory of the standard library.
+    ``root`` is the directory of the sources; None means that of the standard library.
 
     Raises:
         UserError: the sources have fewer than ``size_bytes`` bytes (a zipped or stripped installation).

@@ -55,7 +55,8 @@ def digest_of_checkpoint(root: Path, run: str | None, step: int) -> str:
 
     Args:
         root: directory of the checkpoints.
-        run: name under which the run saved the checkpoint (``RunSettings.saves_as``); None: any run.
+        run: name under which the run saved the checkpoint (``RunSettings.saves_as``); None accepts the checkpoint of
+            any run.
 
     Raises:
         NothingToResume: there is no such checkpoint.

@@ -63,7 +63,7 @@ def last_words(directory: Path) -> list[Excerpt]:
 
 
 def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
-    """Return ``(attempt, rank)`` of the first unhandled exception, or without one of the first exit; None: neither.
+    """Return ``(attempt, rank)`` of the first unhandled exception, otherwise of the first exit; None without either.
 
     Only faults since the last recovery are searched. ``attempt`` is the number of the start of all workers.
     """

@@ -116,7 +116,7 @@ def parse_fault(text: str) -> FaultSpec:
 
 
 def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
-    """Refuse a fault that would never happen. ``steps``: number of steps of the run; None: not known yet.
+    """Refuse a fault that would never happen. ``steps``: number of steps of the run; None if unknown yet.
 
     Raises:
         UsageError: the fault names a rank or a step that the run does not have.

@@ -38,9 +38,9 @@ class Divided(NamedTuple):
         model: the user's own module, with the parameter names of the whole model.
         network: the wrapped module, whose forward the training calls.
         copies: the number of ranks, or groups of ranks, that train on different data.
-        copy: the number of this rank's copy; None: the rank's own number.
-        group: the process group over which DDP sends the buffers of its first rank to the others; None: no DDP.
-        pipeline: runs forward and backward of a pipeline; None: the model is no pipeline.
+        copy: the number of this rank's copy; None if that is the rank's own number.
+        group: the process group over which DDP sends the buffers of its first rank to the others; None without DDP.
+        pipeline: runs forward and backward of a pipeline; None if the model is no pipeline.
     """
 
     model: nn.Module

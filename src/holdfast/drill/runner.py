@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run that has ended. ``root`` is the directory of its checkpoints; empty: no session."""
+    """The outcome of a run that has ended. ``root`` is the directory of its checkpoints; empty without a session."""
 
     directory: Path
     code: int
@@ -165,7 +165,7 @@ def launch(
         command: the script and its arguments.
         log: file for the launcher's output.
         root: directory of the checkpoints.
-        cwd: working directory of the run; None: the working directory of this process.
+        cwd: working directory of the run; None means that of this process.
         flags: more flags of ``holdfast run``.
     """
     all_flags = {"run_dir": directory.parent, "run_id": directory.name, **flags}

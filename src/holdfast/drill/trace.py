@@ -12,7 +12,7 @@ class Trace:
     """A file with one line per committed step. Without a directory no file is written.
 
     Args:
-        directory: directory of the file; None: write nothing.
+        directory: directory of the file; with None nothing is written.
         rank: returns the rank. It is called at the first line, because a spare does not know its rank earlier.
     """
 

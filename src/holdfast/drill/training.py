@@ -106,8 +106,8 @@ class DrillTraining:
     """The training of one rank.
 
     ``network`` is the wrapped module that forward calls; ``model`` (a ``Gpt`` or one stage) is inside. ``copy`` is the
-    number of this rank's copy of the model; None: the rank's own number. ``group`` is the process group over which
-    DDP sends the buffers of its first rank to the others; None: no DDP.
+    number of this rank's copy of the model; None if that is the rank's own number. ``group`` is the process group over
+    which DDP sends the buffers of its first rank to the others; None without DDP.
     """
 
     model: nn.Module
@@ -222,7 +222,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The digests of one rank's state after training. ``loss``: loss of the last step; None: no step was trained."""
+    """The digests of one rank's state after training. ``loss``: loss of the last step; None if no step was trained."""
 
     rank: int
     world_size: int

@@ -17,9 +17,9 @@ from holdfast.text import plural, span
 class HostView(msgspec.Struct):
     """One of several hosts of a run.
 
-    ``gone``: how the host left; empty: it is connected to this host. ``leaves``: sources of the notices that the host
-    will leave. ``leaves_at``: the earliest deadline of these notices (Unix time); None: no deadline. ``left_out``: the
-    reason why the host gets no ranks although it is connected; empty: it may get ranks.
+    ``gone``: how the host left; empty while the host is connected to this one. ``leaves``: sources of the notices that
+    the host will leave. ``leaves_at``: the earliest deadline of these notices (Unix time); None without a deadline.
+    ``left_out``: the reason why the host gets no ranks although it is connected; empty if it may get ranks.
     """
 
     name: str

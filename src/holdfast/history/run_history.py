@@ -65,7 +65,7 @@ class FaultView(msgspec.Struct):
 
     @property
     def recovered_s(self) -> float | None:
-        """Seconds from the fault to the next committed step; None: no step was committed since."""
+        """Seconds from the fault to the next committed step; None if no step was committed since."""
         return self.phases.get("resumed")
 
 
@@ -122,7 +122,7 @@ class RunHistory:
 
     @property
     def last_fault(self) -> FaultView | None:
-        """The newest fault; None: there was no fault."""
+        """The newest fault; None if there was no fault."""
         return self.faults[-1] if self.faults else None
 
     def take(self, event: Event) -> None:

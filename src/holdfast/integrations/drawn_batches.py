@@ -32,11 +32,11 @@ class DrawnBatches:
     """The batches that one rank draws. A *record* has epoch, number and digest of one batch.
 
     Args:
-        expected: the record of the earlier process with this rank; None: there was no process, or no record.
+        expected: the record of the earlier process with this rank; None if there was no process, or no record.
         verify: True to compare batches; otherwise nothing is done.
 
     Attributes:
-        record: record of the newest batch that the step trains on, for the next process; None: it is not known.
+        record: record of the newest batch that the step trains on, for the next process; None if it is not known.
     """
 
     def __init__(self, expected: Plain, *, verify: bool) -> None:

@@ -20,8 +20,8 @@ def declare(model: nn.Module, rank: int | None = None, world_size: int | None = 
 
     Args:
         model: a module with Megatron's marks on its parameters.
-        rank: rank in the tensor-parallel group; None: the rank that Megatron reports.
-        world_size: size of that group; None: the size that Megatron reports.
+        rank: rank in the tensor-parallel group; None means the rank that Megatron reports.
+        world_size: size of that group; None means the size that Megatron reports.
 
     Raises:
         UnsupportedError: a strided partition, whose parts are no rectangles of the weight.

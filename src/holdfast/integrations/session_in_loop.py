@@ -31,9 +31,9 @@ class Replay:
     Attributes:
         position: the position of the framework's loop at the step from which the session was resumed; empty without a
             resume.
-        own: plain values of this rank alone that were committed with ``position``; None: they are not known.
+        own: plain values of this rank alone that were committed with ``position``; None if they are not known.
         drawn: the batches of this rank, compared with those that the earlier process with this rank drew.
-        may_differ: True: the position may differ between ranks (metrics of their own data, times), so the session
+        may_differ: True if the position may differ between ranks (metrics of their own data, times), so the session
             does not warn.
         shows_committed_steps: the result of ``state_dict`` changes only when a step commits, so no step copies it.
     """
@@ -58,7 +58,7 @@ class Replay:
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of random numbers of all copies of the model; None: one stream per copy."""
+        """The streams of random numbers of all copies of the model; None if each copy has its own."""
         return None if self._session is None else self._session.streams
 
     @property
@@ -83,7 +83,7 @@ class Replay:
         """Open the block of the next step. If a block is open, do nothing.
 
         Args:
-            own: plain values of this rank alone at the start of the step; None: the values of the last commit.
+            own: plain values of this rank alone at the start of the step; None means the values of the last commit.
         """
         if not self._calls.is_open:
             self.own = self.own if own is None else own
@@ -121,7 +121,7 @@ class Replay:
             self._session.own = {"own": self.own, "drawn": self.drawn.record}
 
     def amend(self, position: dict[str, Any]) -> None:
-        """Replace the position after work that all ranks have done since the step ended.
+        """Replace the position, because all ranks have done further work since the step ended.
 
         A newcomer begins after that work.
         """

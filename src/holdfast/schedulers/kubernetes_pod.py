@@ -11,7 +11,7 @@ INDEX = "JOB_COMPLETION_INDEX"
 
 
 def node_rank(env: Mapping[str, str]) -> int | None:
-    """Return the number of this node, which is the index of its pod; None in a pod without a manifest of Holdfast.
+    """Return the number of this node, which is the index of its pod; None if the pod is from no manifest of Holdfast.
 
     An index alone is not enough, because each task of an Indexed Job may be a separate training job.
 

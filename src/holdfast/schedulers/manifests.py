@@ -239,7 +239,7 @@ def _jobset(pods: Pods) -> Object:
 
 
 def _job(pods: Pods, hosts: str = "") -> Object:
-    """Return the spec of the Indexed Job. ``hosts``: prefix of the pods' names in a JobSet; empty: no JobSet."""
+    """Return the spec of the Indexed Job. ``hosts``: prefix of the pods' names in a JobSet; empty without one."""
     return {
         "completionMode": "Indexed",
         "completions": pods.total,

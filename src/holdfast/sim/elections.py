@@ -108,15 +108,15 @@ class ElectionSearch:
             campaign.
         crashes: largest number of crashes in one order of events.
         reinstalls: largest number of agents that lose their disk in one order of events.
-        announced: True: the controller of a leader starts, and the leader then announces itself to the other agents.
-            False: no controller starts.
+        announced: True if the controller of a leader starts, and the leader then announces itself to the other agents;
+            False if no controller starts.
         machine: class of the election's state machine, for example with a planted error.
 
     Attributes:
         electorates: the electorate that each agent has stored at the start. By default it contains all agents. A
             newer electorate counts as committed if a majority of its voters have stored it.
         changes: with a witness, the highest number of an electorate that a leader creates (each new electorate has the
-            next number); 0: there is no witness.
+            next number); 0 if there is no witness.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class SimFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         kind: what happens.
         at_s: time of the fault. With a ``state`` it is the time from which the fault waits for that state.
         rank: the rank that the fault strikes; for an agent or a spare, a rank on its node.
-        state: the fault strikes when the rank enters this state of the step protocol; empty: it waits for no state.
+        state: the fault strikes when the rank enters this state of the step protocol; empty if it waits for no state.
         delay_s: time between the entry into ``state`` and the fault.
     """
 

@@ -117,7 +117,7 @@ class Checks:
     def loaded(self, rank: int, step: int, applied: int | None) -> None:
         """Check that a state of ``step``, which a rank loads from memory, contains exactly ``step`` updates.
 
-        ``applied`` is the number of updates in its parameters; None: the copy was taken in the middle of a change.
+        ``applied`` is the number of updates in its parameters; None if the copy was taken in the middle of a change.
         """
         if applied != step:
             text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"

@@ -37,7 +37,7 @@ _TABLE: dict[tuple[RankState, StepEvent, bool], RankState] = {
 
 
 class RankNow(NamedTuple):
-    """One rank in a state of the search. ``fence`` is the number of the newest fence that it has received; 0: none."""
+    """One rank in a state of the search. ``fence`` is the number of the newest fence that it has received, or 0."""
 
     state: RankState = "ready"
     step: int = STEP
@@ -77,9 +77,9 @@ class CheckedState(NamedTuple):
         up: for each rank, the queue of its messages to the coordinator.
         down: for each rank, the queue of messages that the coordinator sent to it.
         known: for each rank, True if the coordinator knows that the rank is dead.
-        reports: for each rank, its report under the present fence; None: it has not reported.
-        fence: number of the newest fence that the coordinator has sent; 0: none.
-        decided: the decided step; -1: there is no decision yet.
+        reports: for each rank, its report under the present fence; None if it has not reported.
+        fence: number of the newest fence that the coordinator has sent; 0 if there is none.
+        decided: the decided step; -1 if there is no decision yet.
         deaths: number of ranks that have died.
         updated: True if a rank has entered the update of ``STEP``, the step that the search is about.
         discarded: True if a decision has made a rank discard this step.

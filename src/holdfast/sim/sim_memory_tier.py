@@ -21,7 +21,8 @@ class SlotState(msgspec.Struct):
 
     Attributes:
         step: the step that the slot claims to hold.
-        applied: number of updates that its parameters really contain; None: they were copied in the middle of a change.
+        applied: number of updates that its parameters really contain; None if they were copied in the middle of a
+            change.
         damaged: True if a bit of the copy has flipped.
     """
 
@@ -31,7 +32,7 @@ class SlotState(msgspec.Struct):
 
 
 class Memory:
-    """The slots of all ranks. ``every`` is the number of steps between two kept states; 0: no state is kept."""
+    """The slots of all ranks. ``every`` is the number of steps between two kept states; 0 if no state is kept."""
 
     logs = False  # True: there is also a gradient log
 
@@ -53,7 +54,7 @@ class Memory:
     def commit(self, rank: int, step: int, applied: int | None) -> None:
         """Record that a rank's copy of its state of ``step`` is complete.
 
-        ``applied`` is the number of updates that the copy really contains; None: it was made in the middle of a change.
+        ``applied`` is the number of updates that the copy really contains; None if it was made during a change.
         """
         self._slots[rank] = [
             *(s for s in self._slots.get(rank, []) if s.step != step),

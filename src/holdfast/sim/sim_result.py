@@ -11,7 +11,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one simulated run.
 
     Attributes:
-        step: the step at which the run ended; -1: the event log does not name it.
+        step: the step at which the run ended; -1 if the event log does not name it.
         digest: digest of all events, equal for equal runs.
         time_s: virtual seconds of the run.
         forward: number of decisions after which ranks in doubt apply the update.

@@ -18,7 +18,7 @@ class SimShare(msgspec.Struct, frozen=True):
     Attributes:
         rank: the rank that wrote the share.
         shards: numbers of the boxes in the share; may be empty.
-        step: step of the rank's parameters; None: they were being changed at that time, for example by an update.
+        step: step of the rank's parameters; None if they were being changed at that time, for example by an update.
         wrong: True if a flipped bit has changed the parameters, directly or through gradients.
     """
 
@@ -51,7 +51,7 @@ class SimStore:
         self._on_seal = on_seal
 
     def uncovered(self, layouts: Layouts, sources: tuple[int, ...]) -> str:
-        """Return the reason why the ranks ``sources`` do not hold every shard; empty: they hold every shard.
+        """Return the reason why the ranks ``sources`` do not hold every shard; empty if they hold every shard.
 
         The controller calls this function. ``layouts`` is not used here.
         """

@@ -125,7 +125,7 @@ class SimTraining(ABC):
     def advanced(self, event: ScriptEvent | None = None) -> None:
         """Report to the state machine of a fenced worker that its script or its step has advanced.
 
-        ``event`` is the event of the script; None: only the step has advanced.
+        ``event`` is the event of the script; None if only the step has advanced.
         """
         if self.machine.fenced is not None:
             self.report(ADVANCED if event is None else Advanced(event))

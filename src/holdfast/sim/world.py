@@ -71,7 +71,7 @@ class World:
         ranks: world size. Up to 8 ranks run on one node, up to ``FEW_RANKS`` on two nodes, more on nodes of 8 ranks.
         until: number of steps of the run.
         shards: number of distinct boxes; rank r holds box ``r % shards``.
-        memory: number of steps between two states that each rank keeps in memory; 0: no rank keeps any.
+        memory: number of steps between two states that each rank keeps in memory; 0 if no rank keeps any.
     """
 
     controller_type = Controller
@@ -395,7 +395,7 @@ class World:
             self._feed_agent(agent, event)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a node after ``delay_s`` virtual seconds; 0: after the random time that a fork takes."""
+        """Start workers on a node after ``delay_s`` virtual seconds; if 0, after the random time that a fork takes."""
         self.replaced = [*self.replaced, *(self.seated[m.rank] for m in order.members)] if order.join else []
         for seat in order.members:
             worker = self.worker_type(self, node_id, seat, order)

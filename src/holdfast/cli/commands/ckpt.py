@@ -65,7 +65,7 @@ class Ordered(click.Group):
 def ckpt() -> None:
     """List, verify, repair, merge, convert and prune checkpoints.
 
-    CHECKPOINT is a checkpoint directory, a root (then its newest valid one is meant) or ROOT@STEP.
+    CHECKPOINT is a checkpoint directory, ROOT@STEP, or ROOT, which means the newest valid checkpoint in it.
     """
 
 
@@ -74,10 +74,11 @@ def ckpt() -> None:
 @click.option("--deep", is_flag=True, help="Read and verify every byte.")
 @json_option
 def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
-    """All checkpoints below ROOT, newest first, and why a bad one is bad.
+    """List all checkpoints below ROOT, newest first, with the reason why one cannot be used.
 
-    sealed: whole, and marked so by the rank that wrote last; complete: whole, without the mark; unfinished: shares are
-    missing, a save was cut off; damaged: some files differ from what was written.
+    A sealed checkpoint is complete, and the rank that wrote last has marked it so. A complete one has no such mark.
+    In an unfinished one the shares of some ranks are missing. In a damaged one some files have changed since they
+    were written.
     """
     place = _root(root)
     found = place.list(deep=deep)
@@ -101,7 +102,7 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
 @click.argument("checkpoint", shell_complete=checkpoints)
 @json_option
 def show(checkpoint: str, as_json: bool) -> int:
-    """What CHECKPOINT holds: its save, values (learning rate, epoch, position), and tensors with totals."""
+    """Show the contents of CHECKPOINT: its save, values (learning rate, epoch, position), and tensors with totals."""
     with _checkpoint(checkpoint) as path, opened(path) as source:
         judged = judge(source.directory, source.index)
         catalogue, values = load_catalogue(source), load_values(source)
@@ -174,9 +175,9 @@ def verify(checkpoint: str, as_json: bool) -> int:
               "of a checkpoint: the ranks whose slices can stand in for each other.")  # fmt: skip
 @json_option
 def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_json: bool) -> int:
-    """Which ranks held the same part of each tensor (names like PATTERN) when CHECKPOINT was saved.
+    """List the ranks that held the same part of a tensor when CHECKPOINT was saved.
 
-    A part is given as its first element and its size in each dimension.
+    Only tensors with names like PATTERN are listed. A part is its first element and its size in each dimension.
     """
     if (checkpoint is None) == (group_info is None):
         raise UsageError(
@@ -213,7 +214,10 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
 @click.option("--dry-run", is_flag=True, help="Only say what would be rebuilt, or why it cannot be.")
 @json_option
 def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
-    """Rebuild damaged files of CHECKPOINT, as far as copies and digests allow; of a root, of the newest that can be."""
+    """Rebuild the damaged files of CHECKPOINT from copies and digests.
+
+    For a root, the newest checkpoint that can be repaired is repaired.
+    """
     path, done = _repair_first(_to_repair(checkpoint), dry_run)
     if as_json:
         _say_json({"path": str(path), **msgspec.structs.asdict(done)})
@@ -299,8 +303,8 @@ def import_(
     """Write SOURCE as a checkpoint below ROOT.
 
     SOURCE is a torch.save file, a torch DCP directory, a .safetensors file, a directory with model.safetensors or
-    model.safetensors.index.json, or a directory of Megatron's: iter_N with its mp_rank_XX, or that of the run; with
-    --strategy a directory with MindSpore's rank_N/*.ckpt.
+        model.safetensors.index.json, or a directory of Megatron (iter_N with its mp_rank_XX, or the directory above
+        it). With --strategy, SOURCE is a directory with MindSpore's rank_N/*.ckpt.
     """
     with ExitStack() as stack:
 
@@ -340,7 +344,7 @@ def import_(
 def prune(
     root: str, keep: int, every_steps: int, hours: float, grace_s: float, dry_run: bool, as_json: bool
 ) -> int:
-    """Remove old checkpoints below ROOT; never the newest valid one, nor one that is being read or written."""
+    """Remove old checkpoints below ROOT, except the newest valid one and those being read or written."""
     place = place_of(root)
     policies: list[KeepPolicy] = [KeepNewest(keep)]
     if every_steps:
@@ -361,7 +365,7 @@ def prune(
 
 
 def _mapped(texts: Iterable[str]) -> dict[str, str]:
-    """Parse the texts ``KEY=PART`` of ``--map``. Return {KEY: PART}: which part of the state each key of SOURCE is.
+    """Parse the texts ``KEY=PART`` of ``--map``. Return {KEY: PART}: the part of the state under each key of SOURCE.
 
     Raises:
         UsageError: a text has another form, or a key occurs twice.
@@ -474,7 +478,7 @@ def _root(text: str) -> Root:
 
 
 def _age(place: Root, judged: Validity) -> str:
-    """Return the time since a checkpoint was written, as text; empty: it is unknown."""
+    """Return the time since a checkpoint was written, as text; empty if it is unknown."""
     try:
         age_s = place.age_s(judged.name)
     except (CheckpointInvalid, StoreError):  # no permission, or the store does not answer

@@ -16,7 +16,7 @@ _into = click.option("--into", type=click.Path(path_type=Path, file_okay=False, 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def compat() -> None:
-    """The packages mindio_ttp and taskd over Holdfast (docs/compat.md)."""
+    """Install or remove mindio_ttp and taskd, packages built on Holdfast (docs/compat.md)."""
 
 
 @compat.command(name="install")
@@ -33,7 +33,7 @@ def install_packages(into: Path | None) -> int:
 @compat.command(name="remove")
 @_into
 def remove_packages(into: Path | None) -> int:
-    """Take away what `holdfast compat install` wrote, and nothing else."""
+    """Remove only the files that `holdfast compat install` wrote."""
     gone = remove(into or site())
     echo("\n".join(f"removed {path}" for path in gone) or "nothing of Holdfast's was there")
     return Exit.OK

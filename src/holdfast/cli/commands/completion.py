@@ -41,10 +41,10 @@ def script_for(shell: str) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shell", metavar="|".join(SHELLS))
 def completion(shell: str) -> int:
-    """Print what a shell reads to complete commands, flags, scripts and runs.
+    """Print the script with which a shell completes commands, flags, scripts and runs.
 
-    For bash, in ~/.bashrc: eval "$(holdfast completion bash)"; zsh in ~/.zshrc alike. For fish: holdfast completion
-    fish > ~/.config/fish/completions/holdfast.fish
+    For bash, add this line to ~/.bashrc: eval "$(holdfast completion bash)". For zsh, add the same line with zsh to
+        ~/.zshrc. For fish, run: holdfast completion fish > ~/.config/fish/completions/holdfast.fish
     """
     echo(script_for(shell))
     return 0

@@ -1,4 +1,4 @@
-"""The command ``holdfast doctor``, which tests if this machine is fit for a run, and what a lost rank would cost."""
+"""The command ``holdfast doctor``, which tests a machine before a run, and computes the cost of a lost rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Grade = Literal["good", "poor", "bad"]
 
 
 class DoctorFinding(msgspec.Struct, frozen=True):
-    """The result of one test of the doctor. ``advice``: what the user should change; empty: nothing."""
+    """The result of one test of the doctor. ``advice``: what the user should change; empty if nothing."""
 
     what: str
     grade: Grade
@@ -72,10 +72,10 @@ class DoctorFinding(msgspec.Struct, frozen=True):
 @click.option("--checkpoint", help="A place for checkpoints to try out: a directory, or s3://bucket/prefix.")
 @click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
 def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool) -> int:
-    """Look at Python, torch, shared memory, limits and the checkpoint directory.
+    """Test Python, torch, shared memory, limits and the checkpoint directory.
 
-    Given RUN (an id or a path), also says what the loss of one rank costs in its layout, by its newest checkpoint. The
-    exit code is 3 when something is in the way of a run.
+    With RUN (an id or a path), also show how many steps the loss of one rank of this run would cost. The newest
+    checkpoint of RUN shows that. The exit code is 3 if a test has found that a run would fail.
     """
     findings = list(examine(checkpoint))
     if run is not None:

@@ -86,7 +86,7 @@ def gc(
 ) -> int:
     """Remove the directories (logs, events, reports) of runs that have ended. With --days and --keep both must hold.
 
-    A run that lives stays, and so does one that holds checkpoints, until it is named with --checkpoints-of.
+    A run with a living process is kept. A run that holds checkpoints is kept unless --checkpoints-of names it.
     """
     if days is None and keep is None:
         raise UsageError(
@@ -130,12 +130,12 @@ def _check_named(whole: Sequence[str], names: list[str]) -> None:
 
 
 def _ended_s(one: Listed) -> float:
-    """Return the seconds since the end of a run; if its event log has no end, since its start."""
+    """Return the seconds since the end of a run. If its event log has no end, return the seconds since its start."""
     return one.age_s if one.ended_s is None else one.ended_s
 
 
 def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
-    """Return why a run must stay whatever its content is; empty: there is no such reason."""
+    """Return why a run must stay whatever its content is; empty if there is no such reason."""
     if why := doubt(path):
         return why
     run = RunDir(path)
@@ -149,7 +149,7 @@ def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
 
 
 def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
-    """Return which other active run saves its checkpoints in the directory ``path``, as text; empty: none."""
+    """Return which other active run saves its checkpoints in the directory ``path``, as text; empty if none does."""
     own = path.resolve()
     for one, view in runs:
         if (
@@ -163,7 +163,7 @@ def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
 
 
 def _holds(path: Path) -> str:
-    """Return why the content of a run must stay (checkpoints, or files of the user); empty: it may be removed."""
+    """Return why the content of a run must stay (checkpoints, or files of the user); empty if it may be removed."""
     checkpoints = RunDir(path).checkpoints
     if checkpoints.is_dir() and not checkpoints.is_symlink() and any(checkpoints.iterdir()):
         return f"it holds checkpoints (to remove them, too: --checkpoints-of {path.name})"
@@ -196,7 +196,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def _remove(path: Path) -> str:
-    """Remove the directory of a run. Return why it could not be removed; empty: it was removed.
+    """Remove the directory of a run. Return why it could not be removed; empty if it was removed.
 
     The launcher's lock of the run is held meanwhile, so that another start of the run waits.
     """

@@ -41,10 +41,10 @@ FOLLOW_POLL_S = 0.2
 def logs(
     run: str | None, run_dir: str, rank: int | None, attempt: int | None, follow: bool, raw: bool, paths: bool
 ) -> int:
-    """What the ranks of RUN (an id, a path, or the newest) printed.
+    """Print the output of the ranks of RUN (an id, a path, or the newest).
 
-    Logs are plain files, one per rank and attempt, on the node where the rank ran; `--paths` names them. Control
-    characters in them are shown as escapes, but colours.
+    Logs are plain files on the node where a rank ran: one file per rank and attempt (start of all workers). `--paths`
+        prints their names. Control characters are shown as escapes, except those for colours.
     """
     directory, settings = find_run(run, run_dir)
     watch = Watch(directory, settings)

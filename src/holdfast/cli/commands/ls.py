@@ -30,9 +30,9 @@ class Listed(msgspec.Struct):
         name: the RUN argument for other commands.
         start: number of this start among all starts with the same run id, from 1.
         newest: ``name`` of the newest start with the same run id.
-        from_step: step of the checkpoint from which the run started; -1: none.
+        from_step: step of the checkpoint from which the run started; -1 if it started without one.
         age_s: seconds since its start.
-        ended_s: seconds since its end; None: its event log has no end.
+        ended_s: seconds since its end; None if its event log has no end.
     """
 
     name: str
@@ -57,7 +57,10 @@ class Listed(msgspec.Struct):
 @run_dir_option
 @click.option("--json", "as_json", is_flag=True, help="All runs as one JSON list.")
 def list_runs(run_dir: str, as_json: bool) -> int:
-    """The runs of a directory, newest first: state, step, age, faults, and the run and step that each continues."""
+    """List the runs of a directory, newest first.
+
+    A line has state, step, age and faults of a run, and the run and step that it continues.
+    """
     base = Path(run_dir)
     found = [listed for listed, _ in looked_at(base)]
     if as_json:

@@ -41,7 +41,7 @@ def ranktable() -> None:
     "--hccl", is_flag=True, help="Also what HCCL asks for: sizes, networks, all devices of several hosts."
 )
 def check_file(file: Path, as_json: bool, hccl: bool) -> int:
-    """Say every mistake of FILE at once; exit code 2 when there is one."""
+    """Print all mistakes in FILE. The exit code is 2 if there is one."""
     found = read(file)
     notes: tuple[str, ...] = ()
     if hccl and found.table is not None:
@@ -76,7 +76,7 @@ def check_file(file: Path, as_json: bool, hccl: bool) -> int:
 def make_file(
     hosts: str, nproc_per_node: str, version: str, hccn: tuple[str, ...], output: Path | None, hccl: bool
 ) -> int:
-    """Write a table of hosts, in the order that the format wants."""
+    """Write a table of hosts, in the order that the format requires."""
     names = [name.strip() for name in hosts.split(",") if name.strip()]
     counts = read_counts(nproc_per_node)
     data = make(names, counts, version, dict(_addresses(each, names) for each in hccn))

@@ -21,9 +21,9 @@ from holdfast.errors import UsageError
 @click.option("--fault", metavar="F003", help="Only this fault (F003, or 3).")
 @click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
 def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> int:
-    """The faults of RUN (an id, a path, or the newest), one screen each: rank, place, cause, cost, next step.
+    """Show each fault of RUN (an id, a path, or the newest) on one screen: rank, place, cause, cost, next step.
 
-    Made from the event log alone, so runs that are over, or broke down, have reports too.
+    The reports are made from the event log alone, so a run that has ended or broken down also has them.
     """
     directory, settings = find_run(run, run_dir)
     watch = Watch(directory, settings)

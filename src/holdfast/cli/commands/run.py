@@ -51,8 +51,9 @@ def _options(command: click.Command) -> click.Command:
 def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **values: Any) -> int:
     """Start SCRIPT with ARGS on this machine, as torchrun would, and keep it alive.
 
-    Flags are torchrun's, in both spellings; PET_* variables work. A worker that dies is replaced automatically, and
-    training continues. Ctrl-C saves at the next step and leaves; a second Ctrl-C ends at once.
+    The flags are those of torchrun, in both spellings, and torchrun's variables PET_* also set them. A worker that dies
+    is replaced automatically, and training continues. Ctrl-C saves at the next step and leaves; a second Ctrl-C ends at
+    once.
     """
     if values["print_completion"]:
         echo(script_for(values["print_completion"]))

@@ -58,9 +58,9 @@ def sim(
     ranks: int, seeds: int, first_seed: int, seed: int | None, faults_file: Path | None, foretell: bool,
     rank_hours: float, step_s: float, stop_s: float, causes_file: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Run the real controller and agent machines against random faults, with every invariant checked.
+    """Simulate the real controller and agents under random faults, and check every invariant.
 
-    A run is a function of its seed: a violation names the seed that shows it again.
+    A run is a function of its seed, so the seed that a violation names shows the violation again.
     """
     if foretell:
         causes = default_causes(rank_hours, step_s, stop_s)

@@ -26,7 +26,8 @@ class RankStacks(msgspec.Struct, frozen=True):
     """The position and the stacks of one rank.
 
     ``process``: letter of the process state, ``cpu``: used share of a core, ``wchan``: kernel function in which the
-    process waits, ``where``: innermost frames, ``stacks``: Python stacks of all threads; empty: no answer.
+    process waits, ``where``: innermost frames, ``stacks``: Python stacks of all threads, empty if the process gave no
+        answer.
     """
 
     rank: int
@@ -46,10 +47,10 @@ class RankStacks(msgspec.Struct, frozen=True):
 @click.option("--all", "everything", is_flag=True, help="With the threads and frames of Holdfast.")
 @click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
 def stacks(run: str | None, run_dir: str, rank: int | None, everything: bool, as_json: bool) -> int:
-    """Where every rank of RUN (an id, a path, or the newest) is now: the Python stacks of its threads.
+    """Show the present Python stacks of every rank of RUN (an id, a path, or the newest) on this machine.
 
-    Works while a rank sits in C code, also when that holds the GIL; a stopped process cannot answer. Nothing is
-    interrupted. Shows the ranks of this machine.
+    A rank answers even while C code holds the GIL, but a stopped process cannot answer. The ranks are not
+    interrupted.
     """
     directory, settings = find_run(run, run_dir)
     found = [each for each in look(directory) if rank is None or each.rank == rank]

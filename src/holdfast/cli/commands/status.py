@@ -43,7 +43,7 @@ STATE_STYLE = {
     "--all", "all_ranks", is_flag=True, help=f"A line for each rank, also of more than {RANKS_SHOWN}."
 )
 def status(run: str | None, run_dir: str, as_json: bool, watch: bool, all_ranks: bool) -> int:
-    """What RUN (an id, a path, or the newest) does: ranks, phases, steps, faults."""
+    """Show what RUN (an id, a path, or the newest) does: ranks, phases, steps, faults."""
     directory, settings = find_run(run, run_dir)
     looker = Watch(directory, settings)
     if as_json:

@@ -31,7 +31,7 @@ SUBMIT_S = 120.0
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def submit() -> None:
-    """Start a script on a cluster, with what Holdfast needs from its scheduler."""
+    """Start a script on a cluster, with the scheduler set up for Holdfast."""
 
 
 @passes_flags
@@ -66,8 +66,8 @@ def slurm(
 ) -> int:
     """Write a batch script for SCRIPT, show it, and submit it.
 
-    Options of sbatch are taken by their own long names (--time 8:00:00 --partition gpu --gres gpu:8), --container-*
-    as those of srun with pyxis. Flags of holdfast run (--nproc-per-node, --root, ...) are passed on to it.
+    Options of sbatch keep their long names (--time 8:00:00 --partition gpu --gres gpu:8). Options --container-* are
+        those of srun with pyxis. Flags of holdfast run (--nproc-per-node, --root, ...) are passed on to it.
     """  # fmt: skip
     if script is None:
         raise UsageError(
@@ -209,8 +209,8 @@ def _sbatch(script: str, batch: Batch, directory: Path) -> str:
 def k8s(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **values: Any) -> int:
     """Print the Kubernetes objects that run SCRIPT, a path in the image.
 
-    Flags of holdfast run (--nproc-per-node, --root, ...) are passed on to it. The Secret of several nodes is not
-    printed: --apply makes it where there is none, --show-secret prints a new one.
+    Flags of holdfast run (--nproc-per-node, --root, ...) are passed on to it. A job of several nodes needs a Secret,
+        which is not printed. --apply makes it if there is none, and --show-secret prints a new one.
     """  # fmt: skip
     if script is None:
         raise UsageError("no training script given",

@@ -69,7 +69,7 @@ def passes_options(command: click.Command) -> click.Command:
 
 
 def key_of(name: str) -> str:
-    """Return the key of a Slurm option among click's values, which no flag of Holdfast has."""
+    """Return the key of a Slurm option among click's values. No flag of Holdfast has such a key."""
     return f"slurm_{name.replace('-', '_')}"
 
 

@@ -29,7 +29,7 @@ NAME = "holdfast: "
 
 
 def clock(at: float | None = None) -> str:
-    """Return Unix time ``at`` (None: now) as the local time of day: ``21:52:45``."""
+    """Return Unix time ``at`` (None means now) as the local time of day: ``21:52:45``."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
@@ -116,7 +116,7 @@ class Screen:
         """Make the console of one run.
 
         Args:
-            marked: True: print ``[rank N]`` before each line of a rank.
+            marked: True if ``[rank N]`` is printed before each line of a rank.
             prefix: returns the text to print before each line of a rank, in place of ``[rank N]``.
         """
         self._marked = marked
@@ -141,7 +141,7 @@ class Screen:
             self._live = None
 
     def rank(self, rank: int, line: str, *, always_marked: bool = False) -> None:
-        """Print a line of a rank's output. ``always_marked``: print ``[rank N]`` before it in any case."""
+        """Print a line of a rank's output. If ``always_marked``, print ``[rank N]`` before it in any case."""
         text = self._of_rank(rank, line, always_marked=always_marked)
         if self._live is not None and self._console is not None:
             self._console.print(Text.from_ansi(coloured(text)))

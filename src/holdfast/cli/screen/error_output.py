@@ -130,7 +130,7 @@ def show_unexpected(error: BaseException) -> Exit:
 
 
 def of_the_machine(error: OSError) -> UserError | None:
-    """Return an ``OSError`` that the machine caused (permission, disk space, file descriptors) as a ``UserError``.
+    """Convert an ``OSError`` that the machine caused (permission, disk space, descriptors) to a ``UserError``.
 
     Return None if the error must be a defect of Holdfast.
     """

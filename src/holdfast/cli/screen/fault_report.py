@@ -107,17 +107,17 @@ class _Case:
         self.events: list[Event] = []
 
     def last(self, kind: str) -> dict[str, Any]:
-        """Return the data of the fault's newest event of a kind; empty: there is no such event."""
+        """Return the data of the fault's newest event of a kind; empty if there is no such event."""
         return next((e.data for e in reversed(self.events) if e.kind == kind), {})
 
     @property
     def exited(self) -> dict[str, Any]:
-        """The data of the event about the exit of the failed process; empty: the process has not exited."""
+        """The data of the event about the exit of the failed process; empty if the process has not exited."""
         return self._exits.get(self.fault.member_id, {})
 
     @property
     def start_s(self) -> float:
-        """Seconds from the start to the join of the slowest replacement; 0: no replacement joined."""
+        """Seconds from the start to the join of the slowest replacement; 0 if no replacement joined."""
         began = {e.data["member_id"]: e.t_mono for e in self.events if e.kind == "member_started"}
         joined = (e for e in self.events if e.kind == "joined" and e.data["member_id"] in began)
         return max((e.t_mono - began[e.data["member_id"]] for e in joined), default=0.0)

@@ -80,7 +80,7 @@ class FileTail:
 
     @property
     def updated(self) -> str:
-        """The newest text of an incomplete line that is being replaced (a progress bar); empty: there is none."""
+        """The newest text of an incomplete line that is being replaced (a progress bar); empty if there is none."""
         return _last_state(self._rest) if self._replaced else ""
 
     def drain(self) -> Iterator[str]:
@@ -106,7 +106,7 @@ class LogTail:
 
         Args:
             log_dir: the directory that contains the directories ``attempt-NNN/``.
-            shown: called with (attempt of the run, rank); True: read this log. It is called until it returns True.
+            shown: called with (attempt of the run, rank). The log is read as soon as it returns True.
         """
         self._log_dir = log_dir
         self._shown = shown

@@ -40,7 +40,7 @@ def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:
     """Find a run, and return its directory and its settings.
 
     Args:
-        asked: id of the run (its beginning is enough), or path of its directory; None: the newest run.
+        asked: id of the run (its beginning is enough), or path of its directory; None means the newest run.
         base: the directory that contains the runs.
 
     Raises:

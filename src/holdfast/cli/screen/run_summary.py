@@ -52,7 +52,7 @@ def facts(view: RunView) -> list[str]:
 
 
 def largest_loss(view: RunView) -> str:
-    """Return the largest cause of lost time with its duration; empty: it is at most 1 % of the run's time."""
+    """Return the largest cause of lost time with its duration; empty if it is at most 1 % of the run's time."""
     cause, lost_s = max(view.losses.items(), key=lambda loss: loss[1], default=("", 0.0))
     return f" ({cause} {span(lost_s)})" if lost_s > LOSS_SHOWN_LEAST * view.elapsed_s else ""
 
@@ -111,7 +111,7 @@ def named(what: str) -> str:
 def alike(faults: Sequence[FaultView]) -> str:
     """Return one text for all faults of a run, if they differ only in numbers.
 
-    Empty if the faults differ in other words too, or if the run had fewer than ``ALIKE_LEAST`` faults.
+    Empty if the faults also differ in words, or if the run had fewer than ``ALIKE_LEAST`` faults.
     """
     own = [fault for fault in faults if fault.what != LEFT_FOR_RESTART]
     if len(own) < ALIKE_LEAST or len({NUMBER.sub("", fault_what(fault)) for fault in own}) > 1:

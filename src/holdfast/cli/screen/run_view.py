@@ -58,8 +58,8 @@ class RankView(msgspec.Struct):
 class SpareView(msgspec.Struct):
     """A spare, a process that waits to become a rank.
 
-    ``where``: the place in the script where it waits; empty: it is still starting. ``age_s``: seconds since it began to
-    wait or, before that, since it was started.
+    ``where``: the place in the script where it waits; empty if it is still starting. ``age_s``: seconds since it began
+        to wait or, before that, since it was started.
     """
 
     pid: int
@@ -92,7 +92,7 @@ class RunView(msgspec.Struct):
         losses: lost seconds by cause (see ``lost_time.py``).
         goodput: share of the run's time that is not in ``losses``, from 0 to 1; None before the first step.
         still_s: seconds since any rank made progress, if that is longer than a step may take; otherwise 0.
-        kept_step: step of the newest checkpoint, sealed in this run or found at its start; -1: none.
+        kept_step: step of the newest checkpoint, sealed in this run or found at its start; -1 if there is none.
     """
 
     run_id: str
@@ -141,7 +141,7 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """True if the run has ended, or no process is left that could continue it."""
+        """True if the run has ended, or if no living process could continue it."""
         return self.poll().state in ("ended", "lost")
 
     @property
@@ -156,7 +156,7 @@ class Watch:
         return self.story
 
     def local_rank(self, attempt: int, rank: int) -> int | None:
-        """Return the local rank of ``rank`` on this node; None: it is unknown, or the rank ran on another node.
+        """Return the local rank of ``rank`` on this node; None if it is unknown, or the rank ran on another node.
 
         ``attempt`` is the number of the start of all workers.
         """
@@ -269,7 +269,7 @@ class Watch:
 
 
 def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
-    """Return the path of the log of the rank that ``fault`` names; None: the log is on another node."""
+    """Return the path of the log of the rank that ``fault`` names; None if the log is on another node."""
     if fault.node not in ("", settings.node):
         return None
     return log_path(log_root(run, settings), fault.attempt, fault.rank)
@@ -323,6 +323,6 @@ def _still_s(ranks: list[RankView]) -> float:
 
 
 def _age_s(page: Page) -> float:
-    """Return the seconds since the worker of a status page began its present activity; 0: it has begun none."""
+    """Return the seconds since the worker of a status page began its present activity; 0 if it has begun none."""
     entered_ns = page[Word.ENTERED_NS]
     return round(max(0.0, time.monotonic() - entered_ns / 1e9), 3) if entered_ns else 0.0

@@ -1,3 +1,1 @@
-"""The start of a job from a command line: flags from words, files and schedulers, checks before the first worker, and
-the launcher.
-"""
+"""The start of a job from a command line: its flags, the checks before the first worker, and the launcher."""

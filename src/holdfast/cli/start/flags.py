@@ -42,7 +42,7 @@ class RunFlag:
 
     @property
     def variable(self) -> str | None:
-        """The environment variable that sets the flag; None: there is none."""
+        """The environment variable that sets the flag; None if there is none."""
         return f"PET_{self.key.upper()}" if self.env and not self.ours else self.own_variable or None
 
     def row(self) -> str:

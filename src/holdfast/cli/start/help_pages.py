@@ -89,7 +89,7 @@ def _row(flag: RunFlag) -> tuple[str, str]:
 @click.argument("names", nargs=-1, metavar="[COMMAND]...")
 @click.pass_context
 def help_on(ctx: click.Context, /, names: tuple[str, ...]) -> int:
-    """The help of COMMAND (of `ckpt ls`, too), or of holdfast."""
+    """Show the help of COMMAND, such as `run` or `ckpt ls`, or of holdfast."""
     context = ctx.find_root()
     for number, name in enumerate(names, 1):
         group = context.command

@@ -112,7 +112,7 @@ def _make_logs(directory: Path) -> None:
 
 
 def _make_room(run_dir: RunDir) -> Path | None:
-    """Rename the directory of an earlier start of this run. Return its new path; None: there was no earlier start.
+    """Rename the directory of an earlier start of this run. Return its new path; None if there was no earlier start.
 
     Raises:
         UsageError: the earlier start is still active, or its directory cannot be renamed.
@@ -420,7 +420,7 @@ class RunLauncher:
 def culprit(view: RunView) -> FaultView | None:
     """Return the fault whose text is in the reason for the end of the run.
 
-    If no such fault exists, return the newest fault; None: the run had no fault.
+    If no such fault exists, return the newest fault; None if the run had no fault.
     """
     about = (f for f in reversed(view.faults) if f.what and f.what in view.reason)
     return next(about, view.faults[-1] if view.faults else None)

@@ -16,7 +16,7 @@ LAUNCHING = frozenset({
 
 
 def misplaced(script: str, args: Sequence[str]) -> str:
-    """Return a note about flags of ``holdfast run`` among the arguments of a script; empty: there are none.
+    """Return a note about flags of ``holdfast run`` among the arguments of a script; empty if there are none.
 
     A flag whose name is in the source text of the script is not noted: it is probably the script's own flag.
 

@@ -256,7 +256,7 @@ def read_counts(asked: str) -> tuple[int, ...]:
 
 
 def shrink_to(values: Mapping[str, Any], nodes: NodeFlags, counts: Sequence[int]) -> int:
-    """Check ``--shrink-to``, and return the smallest number of nodes with which the job continues; 0: it never shrinks.
+    """Check ``--shrink-to``. Return the smallest number of nodes with which the job continues; 0 if it never shrinks.
 
     Raises:
         UsageError: the number is not smaller than the number of nodes.

@@ -40,7 +40,7 @@ def require_start(settings: RunSettings) -> None:
 
 
 def no_room_for_pages(nproc: int, where: Path = SHARED_MEMORY) -> str:
-    """Return why the status pages of ``nproc`` workers have no room in the directory ``where``; empty: there is room.
+    """Return why the status pages of ``nproc`` workers have no room in the directory ``where``; empty if there is room.
 
     Also empty if ``where`` cannot be written, because the pages then go to the run directory.
     """
@@ -53,7 +53,7 @@ def no_room_for_pages(nproc: int, where: Path = SHARED_MEMORY) -> str:
 
 
 def no_processes_for(nproc: int, per_worker: int = WORKER_THREADS) -> str:
-    """Return why this user cannot start the processes of ``nproc`` workers; empty: the limit allows them.
+    """Return why this user cannot start the processes of ``nproc`` workers; empty if the limit allows them.
 
     ``per_worker`` is the number of threads of one worker.
     """

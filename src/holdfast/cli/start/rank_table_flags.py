@@ -28,7 +28,7 @@ class RankTableFlags(NamedTuple):
     Attributes:
         values: the value of each flag, by key.
         given: keys of the flags that the user or the table has set.
-        path: absolute path of the table; empty: there is none.
+        path: absolute path of the table; empty if there is none.
         device_ids: ids of the devices of this host's workers.
         notes: messages for the user.
     """

@@ -504,7 +504,7 @@ def shown_local_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozen
         nproc: number of workers of this node.
         tee: value of torchrun's ``-t``; ``0`` shows local rank 0.
         redirects: value of torchrun's ``-r``; a rank in it that is not in ``tee`` is silent.
-        only: value of torchrun's ``--local-ranks-filter``; empty: no filter.
+        only: value of torchrun's ``--local-ranks-filter``; empty without a filter.
 
     Raises:
         UsageError: a flag does not have the documented form.

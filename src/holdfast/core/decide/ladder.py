@@ -49,12 +49,12 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def not_in_place(self) -> tuple[str, ...]:
-        """One line of evidence: why lost ranks cannot be replaced beside the living ranks; empty if they can."""
+        """Why lost ranks cannot be replaced while the others keep their processes, as one line; empty if they can."""
         reason = self.situation.unreplaceable
         return (f"not in place: {reason}",) if reason else ()
 
     def unsavable(self) -> str:
-        """Return why a last-gasp checkpoint cannot be complete; empty: it can be."""
+        """Return why a last-gasp checkpoint cannot be complete; empty if it can be."""
         if not self.situation.session or not self.step:
             return "nothing was committed yet"
         return self.situation.uncovered

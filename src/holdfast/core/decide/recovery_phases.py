@@ -102,14 +102,15 @@ class PhaseRules(NamedTuple):
     """The rules of one phase of a recovery.
 
     Attributes:
-        order: the message that a living member receives, also when the member connects again; empty: none.
-        to_replacement: the message for a replacement that has not joined; None: the message of ``order``.
+        order: the message that a living member receives, also when the member connects again; empty if it receives
+            none.
+        to_replacement: the message for a replacement that has not joined; None means the message of ``order``.
         until: the condition that ends the phase. ``answered``: all living members have answered the fence. ``there``:
             all living members are at the decided step. ``joined``: every seat has a full member, which is at that step.
             ``gone``: no process is left. ``started``: all processes of a script without a session have started.
             ``reached``: all members have committed a step. Empty: only an event ends the phase.
         waits: names of the time limits (``core/job/wait_bounds.py``) that run in this phase.
-        then: the next action of the sources once they are at the decided step (``Settle.then``); empty: there are no
+        then: the next action of the sources once they are at the decided step (``Settle.then``); empty if there are no
             sources.
         compares: the sources first send digests. The state is not saved or given before the digests are equal.
         in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and a stopped

@@ -173,7 +173,7 @@ class LadderVerdict(msgspec.Struct, frozen=True, kw_only=True):
 def stop_for(
     now: float, situation: Situation, history: Sequence[Answered], config: Config
 ) -> LadderVerdict | None:
-    """Return the verdict that ends the run although a rung could answer the fault; None: the run continues."""
+    """Return the verdict that ends the run although a rung could answer the fault; None if the run continues."""
     return _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
 
 

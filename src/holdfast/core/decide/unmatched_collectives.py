@@ -54,7 +54,7 @@ class _Count(NamedTuple):
 
 
 def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | None:
-    """Return the proof that a replacement makes other collectives between two steps than another rank; None: none.
+    """Return the proof that a replacement and another rank make unlike collectives between two steps; None without one.
 
     Args:
         generation: the generation in which the ranks have run until the fault.
@@ -71,7 +71,10 @@ def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | No
 
 
 def _least(final: list[_Count]) -> list[_Count]:
-    """Return the smallest count, and the smallest count of ranks that have started at another time than its rank."""
+    """Return the smallest count, and the smallest count among the ranks that started at another time than its rank.
+
+    The second count is missing if all ranks started together.
+    """
     if not final:
         return []
     first = min(final, key=lambda count: count.made)

@@ -63,11 +63,11 @@ class AgentLines(Generic[Line]):
         return True
 
     def node_of(self, line: Line) -> NodeId | None:
-        """Return the node whose newest connection is ``line``; None: there is no such node."""
+        """Return the node whose newest connection is ``line``; None if there is no such node."""
         return self._nodes.get(line)
 
     def line_of(self, node_id: NodeId) -> Line | None:
-        """Return the newest connection of a node; None: the node is not connected."""
+        """Return the newest connection of a node; None if the node is not connected."""
         return self._newest.get(node_id)
 
     def closed(self, line: Line) -> NodeId | None:

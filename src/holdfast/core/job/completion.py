@@ -5,8 +5,7 @@ costs the square of the number of ranks. This test starts at the member for whic
 
 Invariants:
 1. The answer is always equal to that of Python's ``all``.
-2. While the condition stays true for each member once it is true, all tests together pass over each member at most
-   twice.
+2. If the condition stays true for a member once it is true, all tests together find it true at most twice per member.
 """
 
 from __future__ import annotations

@@ -188,7 +188,10 @@ class Departures:
         self.look(now)
 
     def holding(self, now: float, event: HoldReached) -> None:
-        """End the stop of all ranks before one step: by the move that needs the stop, or by the order to continue."""
+        """Handle the report that all ranks stop before a step.
+
+        If a move needs the stop, carry out the move. Otherwise order all ranks to continue.
+        """
         job, move, here = self.job, self._move, (event.generation, event.step)
         if here <= self._over:
             return  # an agent has repeated the report

@@ -62,7 +62,7 @@ _TYPES = frozenset({"AcceleratorError", "CUDARuntimeError", "CudaError"})
 
 
 def certainty(kind: str, what: str) -> Certainty:
-    """Return how certain it is that a device caused an exception of this type and text; empty: no device did."""
+    """Return how certain it is that a device caused an exception of this type and text; empty if no device did."""
     text = what.lower()
     if any(word in text for word in (*_OF_THE_SCRIPT, *_OF_A_PEER)):
         return ""

@@ -52,11 +52,11 @@ class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
-    """Return the cause under which a fault of a rank counts against its node; empty: the fault does not count.
+    """Return the cause under which a fault of a rank counts against its node; empty if the fault does not count.
 
     Args:
         fault: the fault.
-        signal: number of the signal that ended the process; None: no signal did.
+        signal: number of the signal that ended the process; None if no signal did.
         without_page: the status page of the process is gone, because its whole node was lost. The loss of a node counts
             separately.
     """
@@ -70,7 +70,7 @@ def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
 
 
 def failing_until(times_s: Sequence[float], faults_max: int, window_s: float) -> float:
-    """Return the time until which a node with faults at ``times_s`` is failing; 0: it never was failing.
+    """Return the time until which a node with faults at ``times_s`` is failing; 0 if it never was failing.
 
     All times are in seconds; ``times_s`` is in ascending order.
 
@@ -116,7 +116,7 @@ class FailedNodes:
     Args:
         faults: the faults that earlier controllers have recorded.
         announced: the last announced answer for each failing node.
-        faults_max: faults within the window that make a node failing; 0: no node is ever failing.
+        faults_max: faults within the window that make a node failing; 0 if no node is ever failing.
         window_s: length of the window in seconds.
     """
 

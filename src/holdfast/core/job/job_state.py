@@ -129,7 +129,7 @@ class Job:
 
     @property
     def sealed_here(self) -> int:
-        """Newest step that the present members of the job have sealed, or the recovery that chose them; -1: none.
+        """Newest step that was sealed by the present members, or by the recovery that chose them; -1 if there is none.
 
         A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since then,
         and may be running the step of that checkpoint again.
@@ -222,7 +222,7 @@ class Job:
     def time_out(self, member: Member, reason: str, *, hung_at_s: float = 0.0) -> None:
         """Kill a member that has not answered in time. Its agent first collects evidence about the process.
 
-        ``hung_at_s``: time since which the process hangs, on the controller's clock; 0: it does not hang.
+        ``hung_at_s``: time since which the process hangs, on the controller's clock; 0 if it does not hang.
         """
         self.kill(member, reason, silent=True, hung_at_s=hung_at_s)
 
@@ -267,10 +267,10 @@ class Job:
         Args:
             member: the member.
             reason: why, for the log and the report.
-            grace_s: seconds between SIGTERM and SIGKILL; 0: no SIGTERM.
+            grace_s: seconds between SIGTERM and SIGKILL; 0 sends no SIGTERM.
             silent: the member has not answered in time, so the agent first collects evidence about the process.
             excused: the fault of another member is the cause.
-            hung_at_s: time since which the process hangs; 0: it does not hang.
+            hung_at_s: time since which the process hangs; 0 if it does not hang.
             hung_in: position of the hang if code of the process itself is the reason.
         """
         if not member.alive:
@@ -284,7 +284,7 @@ class Job:
     def start_members(self, resume: str) -> bool:
         """Make a new roster in the newest generation and start its members. Return False if nodes are missing.
 
-        ``resume``: name of the save to load; empty: the newest checkpoint.
+        ``resume``: name of the save to load; empty means the newest checkpoint.
         """
         before = {m.rank: m.node_id for m in self.roster.members}
         world_size = self.room()
@@ -330,7 +330,7 @@ class Job:
 
     @property
     def is_assembled(self) -> bool:
-        """True if as many nodes as the job starts with, all voters among them, have connected to this controller."""
+        """True if all voters, and as many nodes as the job starts with, have connected to this controller."""
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
 
     @property
@@ -483,7 +483,7 @@ class Job:
 
     @property
     def left_out(self) -> str:
-        """The broken devices that are left out, as text for the end of a sentence; empty: none is."""
+        """The broken devices that are left out, as text for the end of a sentence; empty if none is."""
         broken = [
             f"device {n} of {node}"
             for node, slots in sorted(self.slots.items())
@@ -571,7 +571,7 @@ class Job:
 
     @property
     def kv_node(self) -> str:
-        """The node of rank 0, whose agent holds the key-value store of the generation; empty: the job has one node."""
+        """The node of rank 0, whose agent holds the key-value store of the generation; empty in a job of one node."""
         first = self.roster.members[0].node_id
         return first if first in self.hosts else ""
 

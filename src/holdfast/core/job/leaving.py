@@ -24,7 +24,7 @@ class LeavingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a node with a notice and about the job. Times are in seconds.
 
     Attributes:
-        left_s: time until the deadline; None: there is no deadline.
+        left_s: time until the deadline; None if there is no deadline.
         move_s, save_s: longest time for a change of seats, and for a save of the whole job.
         at_once: the launcher of the node was asked to end. A job that cannot continue without the node does not wait.
         stands: the remaining nodes are a majority, and hold the whole state.

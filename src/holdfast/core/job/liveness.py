@@ -36,7 +36,7 @@ class Liveness:
     """The heartbeats of the agents, and the nodes that are suspected.
 
     Attributes:
-        voters: the newest electorate that is known; empty: the job has no other node.
+        voters: the newest electorate that is known; empty if the job has no other node.
     """
 
     def __init__(self, config: Config) -> None:

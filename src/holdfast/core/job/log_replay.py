@@ -140,7 +140,7 @@ class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             record: the record.
-            at_s: time of the record in seconds on the reader's clock; None: writer and reader use the same clock.
+            at_s: time of the record in seconds on the reader's clock; None if writer and reader use the same clock.
         """
         data = record.data
         if at_s is not None and "at_s" in data:

@@ -193,7 +193,7 @@ class Roster:
         return self._members.get(member_id)
 
     def at(self, rank: int) -> Member | None:
-        """Return the member in the seat of ``rank``, dead or alive; None: the seat is empty."""
+        """Return the member in the seat of ``rank``, dead or alive; None if the seat is empty."""
         member_id = self._ranks.get(rank)
         return None if member_id is None else self._members[member_id]
 
@@ -238,8 +238,8 @@ class Roster:
         """Keep the layout that a rank has published.
 
         Returns:
-            The layouts of all ranks if they now have the version of this layout for the first time, or if the rank has
-            sent the layout again: the answer to the rank may have been lost with an agent. Otherwise None.
+            The layouts of all ranks in two cases: all of them now have the version of this layout for the first time,
+            or the rank has sent the layout again, because the answer may have been lost with an agent. Otherwise None.
         """
         before = self.layouts.get(layout.rank)
         again = before is not None and before.by_itself and before.version == layout.version
@@ -250,7 +250,7 @@ class Roster:
         return self.all_layouts()
 
     def agreed(self, world_size: int) -> LayoutVersion:
-        """Return the version that all layouts have; NO_VERSION: a layout is missing or has another version."""
+        """Return the version that all layouts have; NO_VERSION if a layout is missing or has another version."""
         version, ranks = max(self._versions.items(), key=itemgetter(1), default=(NO_VERSION, 0))
         return version if ranks == world_size else NO_VERSION
 

@@ -30,7 +30,7 @@ Elsewhere = Mapping[int, frozenset[int]]
 def kept_by(
     members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> dict[int, frozenset[int]]:
-    """Return, for each rank, the steps of which a state of this rank is in memory.
+    """Return, for each rank, the steps of its states in memory.
 
     A living rank lists its steps in the answer to the fence. For a dead rank its agent has listed them. Other nodes may
     keep further states of the rank.
@@ -67,7 +67,7 @@ def replayed(
 
 
 def newest_complete(kept: Mapping[int, Collection[int]], limit: int) -> int:
-    """Return the newest step, at most ``limit``, of which every rank has a state; ``NONE``: there is no such step."""
+    """Return the newest step, at most ``limit``, of which every rank has a state; ``NONE`` if there is no such step."""
     common = frozenset.intersection(*map(frozenset, kept.values())) if kept else frozenset()
     return max((step for step in common if step <= limit), default=NONE)
 
@@ -79,7 +79,10 @@ def replacement_step(
     elsewhere: Elsewhere,
     sealed_step: int,
 ) -> int:
-    """Return the step at which lost ranks can be replaced from memory beside the living ranks; ``NONE``: no step."""
+    """Return the step at which lost ranks can be replaced from memory; ``NONE`` if there is no such step.
+
+    The living ranks keep their processes, and go back to this step if it is before the decided step.
+    """
     if decided.step is None:
         return NONE
     kept = kept_by(members, answers, elsewhere)

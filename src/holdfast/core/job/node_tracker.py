@@ -123,7 +123,7 @@ class NodeTracker:
         self._launch_waiting(now)
 
     def _roll(self) -> None:
-        """Send the agents the list of present nodes, from which the leader changes the electorate, one voter at a time.
+        """Send the agents the list of present nodes. The leader adapts the electorate to it, one voter at a time.
 
         Nothing is sent until every voter has joined or its time to join is over. A list sent earlier would lack voters
         that are alive but have not joined yet, and these would lose their vote.

@@ -103,7 +103,7 @@ class Recovery:
 
     @property
     def only_replaces(self) -> bool:
-        """True while replacements start that take their state from living ranks."""
+        """True while replacements start, and take their state from living ranks."""
         replaces = self.plan is not None and self.plan.verdict.action == "replace"
         return replaces and self.phase in ("preparing", "replacing")
 
@@ -371,7 +371,7 @@ class Recovery:
                 self._recovered(now)
 
     def _let_go(self) -> bool:
-        """Let members end whose user code raised an exception, unless only these members hold a part of the state.
+        """Order members to end after an exception in their user code. Keep them if only they hold a part of the state.
 
         Returns: True if the recovery must wait until these members are gone.
         """
@@ -501,7 +501,7 @@ class Recovery:
             self.remind(member)
 
     def _standing_order(self, member: Member) -> Message | None:
-        """Return the message that the current phase prescribes for a member; None: it prescribes no message."""
+        """Return the message that the current phase prescribes for a member; None if it prescribes no message."""
         rules, job = self.rules, self.job
         member_id, generation = member.member_id, job.generation
         replacement = member.joining and rules.to_replacement is not None

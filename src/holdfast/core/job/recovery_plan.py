@@ -36,12 +36,12 @@ class RecoveryPlan(msgspec.Struct, frozen=True):
 
     @property
     def resume(self) -> str:
-        """Name of the states in memory from which all ranks start again; empty: they start from a checkpoint."""
+        """Name of the states in memory from which all ranks start again; empty if they start from a checkpoint."""
         from_memory = self.verdict.action == "restart_from_memory"
         return memory_name(self.verdict.memory_step) if from_memory else ""
 
     def end(self, *, library: bool) -> tuple[Exit, str] | None:
-        """Return exit code and reason if this plan ends the run; None: ranks start again or are replaced.
+        """Return exit code and reason if this plan ends the run; None if ranks start again or are replaced.
 
         Args:
             library: the processes belong to another launcher, and only that launcher can start them.

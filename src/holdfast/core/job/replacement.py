@@ -50,7 +50,7 @@ class Replacement:
         self._former: dict[MemberId, int] = {}  # ranks of members that an earlier controller has replaced
 
     def why_not(self, decided: Decision) -> str:
-        """Return why the lost ranks cannot be replaced, wherever their boxes are held; empty: they can be replaced."""
+        """Return why the lost ranks cannot be replaced, wherever their boxes are held; empty if they can be."""
         job = self.job
         living = job.roster.living
         if reason := self.barred(living):
@@ -70,7 +70,7 @@ class Replacement:
         return f"device {member.local_rank} of {member.node_id} has failed {FAILURES_MAX} times"
 
     def barred(self, living: Sequence[Member]) -> str:
-        """Return why no rank can be replaced, whichever ranks are lost; empty: ranks can be replaced."""
+        """Return why no rank can be replaced, whichever ranks are lost; empty if ranks can be replaced."""
         config = self.job.config
         if config.library:
             return "the workers belong to another launcher"
@@ -223,7 +223,7 @@ class Replacement:
         )
 
     def local_of(self, member: Member) -> bytes:
-        """Return the rank-local values (JSON) of a lost rank at the decided step; empty: no page has them.
+        """Return the rank-local values (JSON) of a lost rank at the decided step; empty if no page has them.
 
         The values come from the last status page of the rank, or of the previous full member of its seat. The page of a
         rank that died in its update or in doubt holds the values of two steps.

@@ -107,10 +107,10 @@ class Survey:
         )
 
     def _why_uncovered(self, decided: Decision, no_holder: str) -> str:
-        """Return why no last-gasp checkpoint can be complete; empty: one can be.
+        """Return why no last-gasp checkpoint can be complete; empty if one can be.
 
         Args:
-            no_holder: why the sources of the decision do not hold the whole state; empty: they hold it.
+            no_holder: why the sources of the decision do not hold the whole state; empty if they hold it.
         """
         job, gasp = self.job, self.gasp
         sources = gasp.sources(decided)
@@ -126,7 +126,10 @@ class Survey:
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
     def _why_not_beside(self, decided: Decision, answers: Mapping[int, Settled]) -> str:
-        """Return why no rank can be replaced beside the survivors, from any source of state; empty: it is possible."""
+        """Return why the lost ranks cannot be replaced while the survivors keep their processes; empty if they can.
+
+        The reason does not depend on the source of the state: living ranks or the memory tier.
+        """
         if self.job.unequal:
             return self.job.unequal
         if away := self._away(answers):
@@ -155,7 +158,7 @@ class Survey:
         return step if step >= job.sealed_step else NONE
 
     def _unmatched(self, answers: Mapping[int, Settled]) -> Failure | None:
-        """Return the proof that a replacement makes other collectives between two steps than others; None: none."""
+        """Return the proof that a replacement makes other collectives between two steps; None without a proof."""
         found = []
         for member in self.job.roster.members:
             answer = answers.get(member.rank) if member.alive else member.exited

@@ -1,4 +1,4 @@
-"""The digests of the state that its sources send before the state is saved or given to replacements.
+"""The digests that the sources of a state send before the state is saved or given to replacements.
 
 A *source* is a rank that holds the state of the decided step.
 

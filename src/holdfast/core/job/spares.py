@@ -206,7 +206,7 @@ class Spares:
     def take(self, seat: Assignment) -> MemberId | None:
         """Choose the best spare that fits ``seat``: a ``ready`` spare before a ``held`` one.
 
-        Remove the spare from the list of living spares, and return its id; None: no spare fits.
+        Remove the spare from the list of living spares, and return its id; None if no spare fits.
         """
         fit = [
             spare

@@ -72,7 +72,7 @@ class CollectEvidence(Message, frozen=True):
 
 
 class CollectiveSeen(msgspec.Struct, frozen=True, array_like=True):
-    """One of the last collectives of a rank. ``number`` counts the collectives of its group; 0: point-to-point."""
+    """One of the last collectives of a rank. ``number`` counts the collectives of its group; 0 means point-to-point."""
 
     group: str
     number: int

@@ -129,7 +129,7 @@ class OutsideCollectives(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def made_in(generation: Generation, step: int, outside: OutsideCollectives | None) -> int:
-    """Return how many collectives ``outside`` counts before the block of ``step``; 0: it is of another moment."""
+    """Return how many collectives ``outside`` counts before the block of ``step``; 0 if it is about another block."""
     if outside is None or (outside.generation, outside.step) != (generation, step):
         return 0
     return outside.made
@@ -232,7 +232,7 @@ class OnceAsked(Message, frozen=True):
 
 
 class OnceTold(Message, frozen=True):
-    """Answer to :class:`OnceAsked`: the value that is kept under ``name``; empty: no value is kept yet."""
+    """Answer to :class:`OnceAsked`: the value that is kept under ``name``; empty if no value is kept yet."""
 
     member_id: MemberId
     name: str
@@ -492,7 +492,7 @@ class Assignment(msgspec.Struct, frozen=True):
 class StartMembers(Message, frozen=True):
     """Order to an agent to start these workers in ``generation``.
 
-    ``resume`` names the save to load; empty: the newest checkpoint.
+    ``resume`` names the save to load; empty means the newest checkpoint.
     """
 
     node_id: NodeId

@@ -25,7 +25,7 @@ class Notice(Message, frozen=True):
 
     Attributes:
         source: the origin of the notice, for example a command or an event of the cloud.
-        left_s: seconds until the node leaves; NO_DEADLINE: not known.
+        left_s: seconds until the node leaves; NO_DEADLINE if unknown.
         withdrawn: the source has withdrawn the notice.
     """
 
@@ -36,7 +36,10 @@ class Notice(Message, frozen=True):
 
 
 class NoticeOver(Message, frozen=True):
-    """Message to every agent that notices about a node are over: those of ``source``; empty: those of all sources."""
+    """Message to every agent that notices about a node are over.
+
+    The notices of ``source`` are meant, or those of all sources if it is empty.
+    """
 
     node_id: NodeId
     source: str = ""

@@ -40,13 +40,13 @@ class PeerHello(Message, frozen=True):
 
     Attributes:
         peer: the sender.
-        job: name of the job that the sender belongs to; empty: no job.
+        job: name of the job that the sender belongs to; empty without a job.
         nodes: number of nodes of the job, as the sender is configured.
         slots: number of workers of each node, or a single number if it is equal for all nodes.
         known: the agents that the sender knows.
         holdfast: version of Holdfast of the sender. An agent with another version cannot join the job.
         versions: versions of other software that should be the same everywhere.
-        near: name of the job that an agent connected to the sender belongs to; empty: no job.
+        near: name of the job that an agent connected to the sender belongs to; empty if there is no such job.
     """
 
     peer: Peer
@@ -62,7 +62,8 @@ class PeerHello(Message, frozen=True):
 class PeerList(Message, frozen=True):
     """The list of all agents that the sender knows, and the names of its jobs. It is sent again after each change.
 
-    ``job``: the job that the sender belongs to. ``near``: the job that a connected agent belongs to. Empty: no job.
+    ``job``: the job that the sender belongs to. ``near``: the job that a connected agent belongs to. An empty name
+        means no job.
     """
 
     job: str
@@ -212,7 +213,7 @@ class PeerHere(Message, frozen=True):
 
 
 class WitnessReply(Message, frozen=True):
-    """Answer of the witness: the voters that it has recorded for change ``number``; empty: it cannot be reached."""
+    """Answer of the witness: the voters that it has recorded for change ``number``; empty if it cannot be reached."""
 
     number: int
     voters: tuple[NodeId, ...]

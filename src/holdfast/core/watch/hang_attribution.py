@@ -178,7 +178,7 @@ def _place(one: RankEvidence) -> tuple[int, float]:
 
 
 def _made(one: RankEvidence, group: str) -> int:
-    """Return the number of the newest collective of ``group`` that this rank has begun; 0: none is known."""
+    """Return the number of the newest collective of ``group`` that this rank has begun; 0 if none is known."""
     return max((c.number for c in one.collectives if c.group == group), default=0)
 
 

@@ -80,8 +80,8 @@ class Hangs:
     def _is_evident(self, event: Stalled) -> bool:
         """Return True if the stall is evidence of a hang.
 
-        Without a session only two signs distinguish a hanging script from a working one: a collective, or a stopped
-            process.
+        In a script without a session, only two signs show a hang: a rank waits in a collective, or its process is
+        stopped.
         """
         return self.job.session or event.waiting or event.stopped
 

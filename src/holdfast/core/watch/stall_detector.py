@@ -1,8 +1,8 @@
 """Detection of workers without progress, with time limits learned from how long progress usually takes.
 
 Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in the
-vote of each step, so when one of them stops for good, soon all do. A node is *stalled* when each of its workers has
-made no progress for longer than that worker's time limit. A rank that waits for a slow rank exceeds its own limit
+vote of each step, so when one rank stops for good, soon all ranks stop. A node is *stalled* when each of its workers
+has made no progress for longer than that worker's time limit. A rank that waits for a slow rank exceeds its own limit
 early. That is harmless, because the limit of the slow rank counts. Which rank is to blame is decided later
 (``core/watch/hang_attribution.py``).
 
@@ -133,7 +133,7 @@ class Progress:
 
     Args:
         limits: the constants of the time limits.
-        learned: learned values of a predecessor of this agent; None: there are none.
+        learned: learned values of a predecessor of this agent; None if there are none.
     """
 
     def __init__(self, limits: Limits, learned: Learned | None = None) -> None:
@@ -204,7 +204,7 @@ class Progress:
         ]
 
     def late(self) -> list[Stall]:
-        """Return the workers that start for too long: they have done no step yet, while the other ranks train."""
+        """Return the workers whose start takes too long: they have done no step yet, while the other ranks train."""
         return [
             Stall(member_id, watch.idle_s, bound_s, False, watch.last.stopped)
             for member_id, watch in sorted(self._watches.items())
@@ -226,7 +226,7 @@ class Progress:
 
     @property
     def step_s(self) -> float:
-        """The median duration of the recent steps in seconds; 0: no step was seen."""
+        """The median duration of the recent steps in seconds; 0 if no step was seen."""
         return median(self._steps) if self._steps else 0.0
 
     def paces(self) -> list[tuple[int, int, float]]:
@@ -307,7 +307,7 @@ class Progress:
         )
 
     def _parted(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers that wait for a rank which has left its loop, and that rank; empty: there is no such rank.
+        """Return the workers that wait for a rank which has left its loop, and that rank; empty without such a rank.
 
         Such a rank never enters the block of the others, so these workers get no more time than a usual step takes.
         """
@@ -317,7 +317,7 @@ class Progress:
         return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
 
     def _unmatched(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers of which one has made more collectives before a block than another that is in this block.
+        """Return the workers in a block, with those that made more collectives before it; empty if none made more.
 
         No rank makes the rest of these collectives, so these workers get no more time than a usual step takes.
         """

@@ -98,7 +98,7 @@ P, E, A = ScriptPosition, ScriptEvent, Attendance
 class Moves(NamedTuple):
     """Rows of the transition table: from each of the positions ``sources``, ``event`` leads to the position ``target``.
 
-    ``target`` None: the position does not change.
+    If ``target`` is None, the position does not change.
     """
 
     event: ScriptEvent
@@ -396,12 +396,12 @@ class ScriptMachine:
 
     @property
     def rewinds_to(self) -> int:
-        """The earliest step to which the open loop can return; ``NO_REWIND``: it cannot return to any."""
+        """The earliest step to which the open loop can return; ``NO_REWIND`` if it cannot return to any."""
         return self._rewinds_to
 
     @property
     def offers_rewind(self) -> int:
-        """The earliest step to which the loop can return from the script's present position; ``NO_REWIND``: none."""
+        """The earliest step to which the loop can return from the script's present position, or ``NO_REWIND``."""
         return self._rewinds_to if self._rules.can_rewind else NO_REWIND
 
     @property

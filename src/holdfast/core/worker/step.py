@@ -161,7 +161,7 @@ class StepMachine:
 
     @property
     def fenced(self) -> Generation | None:
-        """The generation of the newest fence; None: this rank was never fenced, or has continued after each fence."""
+        """The generation of the newest fence; None if this rank was never fenced, or has continued after each fence."""
         return self._fenced
 
     @property

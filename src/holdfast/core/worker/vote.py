@@ -10,7 +10,7 @@ zero modulo 2**64 if all copies are equal. If copies differ, the word is zero wi
 word counts only if the digests of all ranks cover the same data (``Ballot.plan``).
 
 The updates of a step are compared like the steps, as a number and its square, among the ranks that give a number. Ranks
-may differ by design. So a difference is an error only in a job with a replacement, if no rank has seen a difference
+may differ by design. So a difference is an error only if the job has a replacement and no rank has seen a difference
 before (``session/steps/equal_updates.py``). An optimizer that steps after the vote is compared in the next vote.
 Variables of the script are compared in the same way when a replacement votes for the first time.
 

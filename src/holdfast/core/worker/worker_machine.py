@@ -60,7 +60,7 @@ from holdfast.errors import InternalError
 class Advanced(Message, frozen=True):
     """Report of a fenced rank that its step or its script has advanced.
 
-    ``event``: the event of the script; None: only the step has advanced.
+    ``event``: the event of the script; None if only the step has advanced.
     """
 
     event: ScriptEvent | None = None

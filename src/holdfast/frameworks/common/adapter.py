@@ -56,7 +56,7 @@ class DataIdentity(NamedTuple):
 
     Attributes:
         length: number of samples.
-        content: digest of the data; empty: not known.
+        content: digest of the data; empty if unknown.
         shared: True if every rank must have the same dataset.
     """
 
@@ -65,7 +65,7 @@ class DataIdentity(NamedTuple):
     shared: bool
 
     def differs(self, other: DataIdentity) -> str:
-        """Return the difference between this dataset and ``other`` in words; empty: no difference is seen."""
+        """Return the difference between this dataset and ``other`` in words; empty if no difference is seen."""
         if self.length != other.length:
             return f"{plural(self.length, 'sample')}, not {other.length}"
         if self.content and other.content and self.content != other.content:
@@ -94,13 +94,13 @@ class Feed(Protocol):
         """Move to the position ``place``. ``local`` is the result of :meth:`local_state` at that position."""
 
     def local_state(self) -> Plain:
-        """Return the part of the position that only this rank knows; None: there is no such part."""
+        """Return the part of the position that only this rank knows; None if there is no such part."""
 
     def identity(self) -> DataIdentity | None:
         """Return the identity of the dataset that this feed draws from; None if it is not known."""
 
     def draw(self, epochs: int | None = None) -> Any:
-        """Return the next batch. Raises: StopIteration: ``epochs`` epochs are over (None: no limit)."""
+        """Return the next batch. Raises: StopIteration: ``epochs`` epochs are over (None sets no limit)."""
 
     def close(self) -> None:
         """Stop the worker processes of the loader."""
@@ -135,9 +135,9 @@ class StateAdapter(Protocol):
         """Return the state now, or, if ``frozen``, at the start of the current step. Callable from any thread.
 
         Args:
-            before: number of a step; -1: none. The script's code before this step may have changed learning rates,
-                schedules and the user's own state. These are taken from copies made before that code, if there are
-                copies (see :meth:`between`, :meth:`remember`).
+            before: number of a step; -1 for no step. The script's code before this step may have changed learning
+                rates, schedules and the user's own state. These are taken from copies made before that code, if there
+                are copies (see :meth:`between`, :meth:`remember`).
         """
 
     def state_size(self) -> int:
@@ -223,7 +223,7 @@ class GroupAdapter(Protocol):
 
     @property
     def reason(self) -> str:
-        """The reason why the collectives of this process are broken; empty: they are not."""
+        """The reason why the collectives of this process are broken; empty if they are not."""
 
     def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
         """Install hooks in the framework.
@@ -237,7 +237,7 @@ class GroupAdapter(Protocol):
         """Remove what :meth:`attach` installed."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return whether ``error``, raised in a session, is this framework's sign for the loss of a peer."""
+        """Return whether ``error``, which a session has raised, is an error of this framework about a lost peer."""
 
     def vote(self, vector: list[int]) -> list[int]:
         """Return the sum of the int64 ``vector`` over all ranks. Raises: PeerLost."""

@@ -89,7 +89,7 @@ class Accumulates(Protocol):
     """An adapter for a library that itself accumulates gradients and counts the batches."""
 
     def expect(self, batches: int | None) -> None:
-        """Set the number of batches of the next block; None: one batch, or as many as the block draws itself."""
+        """Set the number of batches of the next block; None means one batch, or as many as the block draws itself."""
 
 
 @runtime_checkable
@@ -112,7 +112,7 @@ class BeginsEqual(Protocol):
     """An adapter that makes the initial states of the ranks of a new job equal, or proves that they are equal."""
 
     def begin_equal(self) -> None:
-        """Make or prove the copies of the initial state equal on all ranks, if the framework can compare or send them.
+        """Make the copies of the initial state equal, or prove that they are, if the framework can do so.
 
         Raises:
             StateError: copies differ, and are not overwritten; the error names the tensor.
@@ -126,7 +126,7 @@ class SharesRandomNumbers(Protocol):
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of all copies of the model; None: each copy has separate streams."""
+        """The streams of all copies of the model; None if each copy has separate streams."""
 
     def compare_generators(self) -> Streams:
         """Compare the generators of this rank with those of all ranks. All ranks call it. Raises: PeerLost."""
@@ -140,9 +140,9 @@ class KnowsWeights(Protocol):
     """An adapter that can detect whether the script has put other weights into the model."""
 
     def holds_weights(self) -> bool:
-        """Return whether the model still has the weights of the last known moment, judged by a sample of the weights.
+        """Return whether the model still has the weights of the last boundary, judged by a sample of the weights.
 
-        The last known moment is the latest of these: a block ended, the script was given a step, or the script
+        The boundary is the latest of these moments: a block ended, the script was given a step, or the script
         began or left a loop. Callable from any thread.
         """
 
@@ -154,7 +154,7 @@ class Updates(Protocol):
     """
 
     def why_not(self) -> str:
-        """Return why updates cannot be made again from a log; empty: no reason is known in advance."""
+        """Return why updates cannot be made again from a log; empty if no reason is known in advance."""
 
     def rebuilds(self, fqn: str) -> bool:
         """Return whether a tensor is a weight or optimizer state, so that only updates change it."""
@@ -182,7 +182,7 @@ class Updates(Protocol):
         """Make ``update`` on a copy of the state, without peers, before the real update. Raises: StateError."""
 
     def as_foretold(self) -> str:
-        """Return the name of the first tensor that differs between foretold and real update; empty: none differs."""
+        """Return the name of the first tensor that differs between foretold and real update; empty if none differs."""
 
     def replay(self, updates: Sequence[Update]) -> None:
         """Make ``updates`` again without peers, from the state before the first of them. Raises: CheckpointInvalid."""
@@ -249,7 +249,7 @@ class DescribesUpdates(Protocol):
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of a tensor on the CPU.
 
-        None: ``value`` is no such tensor, or is larger than ``size_bytes_max``.
+        Return None if ``value`` is no such tensor, or is larger than ``size_bytes_max``.
         """
 
 
@@ -283,10 +283,10 @@ class ProvesBlocks(Protocol):
         """
 
     def computed(self) -> Mapping[str, int]:
-        """Return digests of the results of the block so far; empty: no results. Keys name the results in words."""
+        """Return digests of the results of the block so far; empty without results. Keys name the results in words."""
 
     def cause(self) -> str:
-        """Return the likely cause of the difference between two runs of a block, in words; empty: none was found."""
+        """Return the likely cause of the difference between two runs of a block, in words; empty if none was found."""
 
 
 @runtime_checkable
@@ -312,8 +312,8 @@ class Finder(Protocol):
     """A finder of undeclared state: values that the script changes and has not given to the session.
 
     Attributes:
-        counters: names of undeclared counters beside state of the session that have changed between the last two calls
-            of :meth:`changed`.
+        counters: names of undeclared counters that have changed between the last two calls of :meth:`changed`. Such a
+            counter is an attribute of an object that also holds state of the session.
     """
 
     counters: Sequence[str]
@@ -349,13 +349,13 @@ class ForeignBlocks(Protocol):
     numbers: int
 
     def feed(self, loader: Any, copy: int) -> Feed | None:
-        """Return the batches that copy number ``copy`` draws from the same loader; None: they are not known."""
+        """Return the batches that copy number ``copy`` draws from the same loader; None if they are not known."""
 
     def act_as(self, copy: int, step: int) -> None:
         """Seed the next block as a block of copy number ``copy`` would be seeded at ``step``."""
 
     def gradients(self) -> int | None:
-        """Return the 64-bit digest of the gradients of the block; None: the block has left no gradients."""
+        """Return the 64-bit digest of the gradients of the block; None if the block has left no gradients."""
 
     def sum(self, vector: Sequence[int]) -> list[int]:
         """Return the sum of an integer vector over all ranks. Raises: PeerLost."""
@@ -367,7 +367,7 @@ class StandsForOthers(Protocol):
 
     @property
     def others(self) -> ForeignBlocks | None:
-        """Access to the blocks of other copies; None: each rank holds only a part of a copy."""
+        """Access to the blocks of other copies; None if each rank holds only a part of a copy."""
 
 
 @runtime_checkable
@@ -375,7 +375,10 @@ class MarksTensors(Protocol):
     """An adapter that can detect whether a block has written into a tensor of its batch."""
 
     def mark(self, item: Any) -> object:
-        """Return an object that compares different after a write into tensor ``item``; None: ``item`` is no tensor."""
+        """Return a mark of tensor ``item``, which differs from a later mark if the tensor was written in between.
+
+        Return None if ``item`` is no tensor.
+        """
 
     def duplicate(self, tensor: Any) -> Any:
         """Return a copy of a tensor that shares no memory with the original."""

@@ -82,7 +82,7 @@ def digest_of_state(state: object) -> int:
 
 
 def _without_arrays(value: object) -> object:
-    """Return bytes in place of arrays, whose text may leave out elements."""
+    """Return the state with bytes in place of arrays, because the text of an array may leave out elements."""
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, dict):

@@ -298,8 +298,8 @@ class TcpGroup:
 
         Args:
             vector: vector of this rank, shape [n].
-            among: the ranks to sum over, in ascending order and including this rank; None: all. Every rank of the group
-                calls this method at the same time. The ranks' sets must form a partition of all ranks.
+            among: the ranks to sum over, in ascending order and including this rank; None means all. Every rank of the
+                group calls this method at the same time. The ranks' sets must form a partition of all ranks.
 
         Raises:
             PeerLost: a rank is lost, or the group is poisoned.
@@ -482,7 +482,7 @@ class _Flow:
                     self._check()
 
     def _check(self) -> None:
-        """Continue after a complete vector: its tag (a MAC) is received next. After a complete tag, check the tag.
+        """After a complete vector, begin to receive its tag (a MAC). After a complete tag, check the tag.
 
         Raises:
             OSError: the tag does not fit the vector.

@@ -145,7 +145,7 @@ class TcpGroupAdapter(Generic[Kept]):
         return compare_generators(digests, self.rank, self.world_size, self.vote, copies_known=False)
 
     def _framework_seed(self) -> object:
-        """Return the seed that the script gave the framework; None: the framework's generators are not seeded here."""
+        """Return the seed that the script gave the framework; None if its generators are not seeded here."""
         return None
 
     def between(self, step: int, part: int, *, again: bool) -> None:

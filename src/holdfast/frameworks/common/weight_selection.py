@@ -31,9 +31,10 @@ def joined_values(
     are taken from all these ranks.
 
     Args:
-        names: names of the tensors that ``rank`` loads; None: all. Ranks without values for these tensors are left out.
-            The first rank is the one with values for most of these tensors, or ``rank`` itself if no rank has more.
-        rank: the rank that loads; -1: no particular rank.
+        names: names of the tensors that ``rank`` loads; None means all. Ranks without values for these tensors are left
+            out. The first rank is the one with values for most of these tensors, or ``rank`` itself if no rank has
+            more.
+        rank: the rank that loads; -1 if no particular rank loads.
 
     Raises:
         CheckpointInvalid: the checkpoint is damaged.
@@ -128,9 +129,10 @@ def tensors_of(values: Mapping[str, Plain]) -> set[str]:
 
 
 def _is_of_another(name: str, names: Collection[str]) -> bool:
-    """Return True if ``name`` is a name of ``names``, a dot and more, for example ``fc.weight.exp_avg``.
+    """Return True if ``name`` begins with one of ``names`` and a dot.
 
-    ``name`` then belongs to optimizer state of the parameter ``fc.weight``.
+    For example, ``fc.weight.exp_avg`` begins with ``fc.weight.``: it belongs to optimizer state of the parameter
+    ``fc.weight``.
     """
     parts = name.split(".")
     return any(".".join(parts[:count]) in names for count in range(1, len(parts)))

@@ -1,10 +1,10 @@
 """The conversion of checkpoints to and from MindSpore's own files, for use with MindSpore's tools.
 
 Theory. MindSpore describes slices by a *device matrix* and a *tensor map*. The device matrix is the grid of the ranks,
-row by row. The tensor map gives for each dimension the axis of the grid that cuts it, counted from the right; -1: none.
-Holdfast's catalogue holds the box of every rank, and both descriptions follow from the boxes. A dimension may be cut
-into n equal parts, with part (rank // stride) % n on each rank: then the axis of size n and this stride cuts it. Any
-other layout (uneven parts, no grid) has no such description and is refused by name.
+row by row. The tensor map gives for each dimension the axis of the grid that cuts it, counted from the right; -1 if no
+axis cuts it. Holdfast's catalogue holds the box of every rank, and both descriptions follow from the boxes. A dimension
+may be cut into n equal parts, with part (rank // stride) % n on each rank: then the axis of size n and this stride cuts
+it. Any other layout (uneven parts, no grid) has no such description and is refused by name.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def import_checkpoint(
             parallel training, which hold the parameters in slices.
         cell: the training cell (network and optimizer) with whole parameters, which are set to the loaded values.
         root: directory of checkpoints, as a session's ``checkpoint=``.
-        step: number of updates done; None: the file's ``global_step``, or its ``step_num``.
+        step: number of updates done; None means the file's ``global_step``, or its ``step_num``.
         strategy: the strategy file of that training, the merged file of all its stages, or the directory of all files.
 
     Returns:

@@ -54,7 +54,7 @@ class Counted(NamedTuple):
 class SampleDeal(NamedTuple):
     """The rule that deals an epoch's samples to this rank: every ``copies``-th sample, ``batch`` samples at a time.
 
-    ``why_not``: the stage of the pipeline that deals by an unknown rule; empty: no stage does.
+    ``why_not``: the stage of the pipeline that deals by an unknown rule; empty if no stage does.
     """
 
     copies: int

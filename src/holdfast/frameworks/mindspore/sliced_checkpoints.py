@@ -124,7 +124,7 @@ def import_slices(
             name (``PREFIX-EPOCH_STEP.ckpt``) is taken.
         strategy: the strategy file, the merged file of all pipeline stages, or the directory with the files of all
             ranks.
-        step: number of updates done; None: the files' ``global_step``, or their ``step_num``.
+        step: number of updates done; None means the files' ``global_step``, or their ``step_num``.
         progress: called with the total size in bytes. The function that it returns is called with the size of each
             written part.
         note: called with a line of text for the user about each kind of data that was left out.

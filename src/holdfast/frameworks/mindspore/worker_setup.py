@@ -75,9 +75,9 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
 def _leave_unannounced() -> None:
     """Make this process end without a message to MindSpore's scheduler, which ends with rank 0 in any case.
 
-    Otherwise MindSpore unregisters the process at its end. It deletes the connection at once when the answer has come,
-    while its receiving thread may still read from this connection: then the process ends with signal 11. MindSpore
-    itself leaves the message out in a process that it takes for failed.
+    Otherwise MindSpore unregisters the process at its end, and deletes the connection as soon as the answer has come.
+        MindSpore's receiving thread may still read from this connection. The process then ends with signal 11. In a
+        process that MindSpore takes for failed, MindSpore itself sends no such message.
     """
     core = importlib.import_module("mindspore._c_expression")
     atexit.register(core.set_cluster_exit_with_exception)  # runs before MindSpore's own exit handler

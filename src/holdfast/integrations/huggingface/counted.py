@@ -28,7 +28,7 @@ KEPT_BYTES_MAX = 64 * 1024
 
 
 class CountedValues:
-    """The values that a subclass of the Trainer counts in its own attributes, of one Trainer."""
+    """The values that one Trainer, of a subclass of ``Trainer``, counts in its own attributes."""
 
     def __init__(self, trainer: Any) -> None:
         self._attributes = vars(trainer)

@@ -50,7 +50,7 @@ class Tokens:
     """The token counts of one step, in its micro-batches and in the Trainer's sum. A repeated step is counted once.
 
     Attributes:
-        held: the number of tokens by which the Trainer divides the loss; None: the Trainer does not divide.
+        held: the number of tokens by which the Trainer divides the loss; None if the Trainer does not divide.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -95,7 +95,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         """Return the entry ``after`` of a position: the work that is still due after the step.
 
         Args:
-            norm: norm of the gradients, to be logged with that work; None: unknown.
+            norm: norm of the gradients, to be logged with that work; None if unknown.
         """
         state, due = self._trainer.state, due_of(self._trainer)
         stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps

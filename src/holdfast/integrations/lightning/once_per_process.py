@@ -37,7 +37,7 @@ class Decisions:
     """The decisions of one rank in one run. Without a run nothing is kept.
 
     Args:
-        run_dir: directory of the run; None: there is no run.
+        run_dir: directory of the run; None if there is no run.
         rank: rank of this process.
     """
 

@@ -85,21 +85,21 @@ def run(
         num_nodes: number of nodes that hold ranks.
         workers_per_node: number of ranks on each of these nodes.
         spares: number of spare nodes, which wait for the loss of a node.
-        shrink_to: least number of nodes to train with if some are lost and no spare waits; 0: wait for a node.
+        shrink_to: least number of nodes to train with if some are lost and no spare waits; with 0 the job waits.
         use_gpu: True reserves a GPU per worker.
-        resources: resources of one node, beside or instead of a CPU (and GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
-        placement_strategy: ``STRICT_SPREAD``, or ``SPREAD``: nodes of the job may share a host, and be lost together.
+        resources: resources of a node, which replace or complete a CPU (and GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
+        placement_strategy: ``STRICT_SPREAD``, or ``SPREAD``, with which nodes may share a host and be lost together.
         train_loop_config: plain values for the function.
         args: arguments of the script.
         storage_path: directory that all nodes share, or ``s3://bucket/prefix``. Checkpoints go to ``NAME`` below it,
             unless the script sets a place.
-        run_dir: directory on each node for logs and events; None: a directory of this user in the temporary directory.
+        run_dir: directory on each node for logs and events; None means a directory of this user in the temporary one.
         flags: further flags of ``holdfast run``, as ``("--memory-every", "1")``.
         node_timeout_s: limit of the wait for the nodes, at the start, and again if all of them are lost.
 
     Raises:
         FrameworkError: Ray is not installed.
-        UsageError: an argument cannot work, no other process can find the function, or a job of this name runs.
+        UsageError: an argument cannot work, other processes cannot find the function, or a job of this name runs.
         NotMet: the cluster did not have the nodes in time; the message says what is missing.
         JobSaved: the job has saved and ended (code 75). A second call with the same ``name`` continues the job.
         JobError: the training ended with another code than 0.
@@ -181,7 +181,7 @@ def _driver() -> Any:
 def _target(
     train: Callable[..., Any] | str | Path, config: Mapping[str, Any] | None, args: Sequence[str]
 ) -> tuple[TrainFunction | str, bytes | None]:
-    """Return the function or script to run, and the encoded argument of a function (None: no argument).
+    """Return the function or script to run, and the encoded argument of a function (None without one).
 
     Raises:
         UsageError: the script does not exist, another process cannot find the function, or an argument is wrong.

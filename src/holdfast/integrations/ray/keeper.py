@@ -76,7 +76,7 @@ class KeptPlace:
 
     @property
     def code(self) -> int | None:
-        """The exit code of the launcher; None: the launcher has not ended."""
+        """The exit code of the launcher; None if the launcher has not ended."""
         try:
             return int(self.code_file.read_text())
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class KeptPlace:
 
     @property
     def owner(self) -> Owner | None:
-        """The owner of the keeper; None: the keeper never had an owner."""
+        """The owner of the keeper; None if the keeper never had an owner."""
         try:
             return msgspec.json.decode((self.path / "owner").read_bytes(), type=Owner)
         except FileNotFoundError:

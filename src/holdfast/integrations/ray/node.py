@@ -104,7 +104,7 @@ class HoldfastNode:
         return NodeHere(self._address, contact, self._runs_on)
 
     def start(self, order: NodeOrder) -> str:
-        """Start the launcher. Return the reason why it cannot be started; empty: it is started."""
+        """Start the launcher. Return the reason why it cannot be started; empty if it is started."""
         try:
             return self._prepare() or self._start(order)
         except OSError as error:
@@ -114,7 +114,7 @@ class HoldfastNode:
         """Make private directories, and wait until processes of an earlier call have left.
 
         Returns:
-            The reason why this failed; empty: it succeeded.
+            The reason why this failed; empty if it succeeded.
         """
         self._place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if why := self._doubt():
@@ -129,7 +129,7 @@ class HoldfastNode:
         return ""
 
     def _doubt(self) -> str:
-        """Return why another user may have made the directories of this actor; empty: no other user did."""
+        """Return why another user may have made the directories of this actor; empty if no other user did."""
         doubts = ((path, doubt(path)) for path in (self._runs, self._place.path))
         return next((f"{path} {why}" for path, why in doubts if why), "")
 
@@ -156,7 +156,7 @@ class HoldfastNode:
         return ""
 
     def wait(self) -> int:
-        """Show the launcher's output until the launcher has ended. Return its exit code; below 0: a signal."""
+        """Show the launcher's output until the launcher has ended. Return its exit code; -N if signal N ended it."""
         while True:
             ended, kept = self._place.code, self._place.kept
             self._show()
@@ -186,7 +186,7 @@ class HoldfastNode:
             write_private(mark, str(shown).encode())
 
     def contacts(self, asks: int) -> tuple[str, ...]:
-        """Return the addresses of all agents except the agent of node ``asks``; empty: this node does not know them."""
+        """Return the addresses of all agents except the agent of node ``asks``; empty if this node has none."""
         try:
             known = read_peers(self._run)
             return tuple(endpoint(peer.host, peer.port) for peer in known if peer.node_id != f"node{asks}")
@@ -204,7 +204,7 @@ class HoldfastNode:
         return {int(file.name.removeprefix(RETURNED)): file.read_bytes() for file in files}
 
     def status(self) -> dict[str, Any]:
-        """Return the output of ``holdfast status --json`` on this node; empty: the run has no status yet."""
+        """Return the output of ``holdfast status --json`` on this node; empty if the run has no status yet."""
         asked = subprocess.run(
             [sys.executable, "-m", "holdfast", "status", "--json", str(self._run.path)],
             capture_output=True, text=True, timeout=STATUS_S, check=False,

@@ -35,7 +35,8 @@ def name_function(train: Callable[..., Any]) -> TrainFunction:
     For a function of the driver's own script, the name of the script's file is the module name for the ranks.
 
     Raises:
-        UsageError: only this process can find it: a lambda, a nested function, a method, a partial, a notebook.
+        UsageError: only this process can find the function, for example a lambda, a nested function, a method, a
+            partial, or a function of a notebook.
     """
     shown = getattr(train, "__qualname__", repr(train))
     module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", "")
@@ -82,7 +83,7 @@ def load_function(module: str, name: str, root: str) -> Callable[..., Any]:
 
 
 def find_place(here: str, drivers: str, root: str, file: str) -> str:
-    """Return the directory on this node that corresponds to the driver's ``root`` and holds ``file``; empty: none does.
+    """Return this node's directory that corresponds to the driver's ``root`` and holds ``file``; empty if none does.
 
     Args:
         here: working directory of this process.

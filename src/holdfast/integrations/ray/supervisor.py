@@ -1,8 +1,8 @@
-"""The supervisor of a job on Ray: it starts a launcher on each node, and where Ray places a lost actor again.
+"""The supervisor of a job on Ray: it starts a launcher on each node, also on the new node of a lost actor.
 
 Theory. The job needs no process outside its nodes: its agents have elected a controller, which replaces lost ranks. But
-no agent can know that Ray has placed a lost actor again, and where. The supervisor sends that node the addresses of the
-other agents, and the node joins the job. The job ends when its launchers end.
+no agent can know whether and where Ray has placed a lost actor again. The supervisor sends that node the addresses of
+the other agents, and the node joins the job. The job ends when its launchers end.
 
 After a loss that the job cannot survive (no majority, no node in time), its launchers save and end with code 75. The
 driver did not request that end. So all launchers are started again as soon as there are enough nodes, and training
@@ -336,7 +336,7 @@ class Supervisor:
         return bool(self._codes or self.asked) or all(node.phase == "out" for node in self._nodes)
 
     def _ask(self, call: Any) -> Any:
-        """Return the answer of a call to an actor; None: there is no answer, because the node is lost."""
+        """Return the answer of a call to an actor; None if there is no answer, because the node is lost."""
         try:
             return ray.get(call, timeout=ANSWER_S)
         except RayError:

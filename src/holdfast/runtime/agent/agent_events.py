@@ -82,7 +82,7 @@ class FromPeer(msgspec.Struct, frozen=True):
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """A refusal of this agent by another agent, before this agent or an agent connected to it belongs to a job.
+    """The event that another agent has refused this agent, while this agent and its connected agents have no job.
 
     A refusal after that time is only logged. It comes from an agent of another job, or from a wrongly started host at
     the address of a lost node.
@@ -143,7 +143,7 @@ class LookedLast(msgspec.Struct, frozen=True):
     """The report that all evidence about a silent worker is collected and posted. The owner then kills the worker.
 
     Attributes:
-        grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once.
+        grace_s: seconds between SIGTERM and SIGKILL; 0 sends SIGKILL at once.
     """
 
     member_id: MemberId

@@ -88,8 +88,8 @@ class KvServer:
     """The key-value store of one agent, created by :meth:`open`. Its methods return replies, which the caller sends.
 
     Attributes:
-        attempt: the number of the job's start (of all workers) to which the keys belong; -1: not known.
-        home: the node whose agent has the keys of this node's workers; empty: this node.
+        attempt: the number of the job's start (of all workers) to which the keys belong; -1 if unknown.
+        home: the node whose agent has the keys of this node's workers; empty means this node.
     """
 
     def __init__(self, log: Path, fd: int) -> None:
@@ -169,7 +169,7 @@ class KvServer:
             self._write(self._place)
 
     def live_at(self, home: str) -> None:
-        """Set the node whose agent has the keys of this node's workers; empty: this node."""
+        """Set the node whose agent has the keys of this node's workers; empty means this node."""
         if home != self.home:
             self.home = home
             self._write(self._place)

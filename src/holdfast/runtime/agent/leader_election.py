@@ -1,5 +1,4 @@
-"""The agent's part in the choice of the controller: the election among the agents, and the connection to the
-controller.
+"""The agent's part in the choice of the controller: the election among the agents, and the link to the controller.
 
 With one node the election has one voter. Several agents first connect to each other (``runtime/agent/peers.py``). The
 agent at the first contact (the address that all agents dial first) names the first voters as soon as enough nodes are
@@ -298,7 +297,7 @@ class LeaderElection:
                 self._post(event)
 
     def _job_of_others(self) -> str:
-        """Return the name of the job in which the other agents hold elections; empty: not known yet."""
+        """Return the name of the job in which the other agents hold elections; empty if unknown yet."""
         return "" if self.peers is None else self.peers.job or self.peers.meeting.elsewhere
 
     # ---------------------------------------------------------------- out

@@ -52,7 +52,7 @@ class Peers:
     Args:
         post: receives the messages of the other agents, ``PeerHere`` for each new connection, and ``TurnedAway`` if
             another agent refuses this agent.
-        job: the job that this agent belongs to; empty: none.
+        job: the job that this agent belongs to; empty if it belongs to none.
 
     Attributes:
         meeting: the names of the jobs to which this agent and the connected agents belong.
@@ -165,7 +165,7 @@ class Peers:
 
     @property
     def job(self) -> str:
-        """The job that this agent belongs to; empty: none."""
+        """The job that this agent belongs to; empty if it belongs to none."""
         return self.meeting.job
 
     def join(self, job: str) -> None:

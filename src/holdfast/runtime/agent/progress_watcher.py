@@ -303,7 +303,7 @@ class Watcher:
     ) -> RankEvidence:
         """Return the evidence about one worker. Write its files to directory ``place`` of the run's ``evidence/``.
 
-        ``child`` is the pid of a stopped child process that the worker waits for; 0: none.
+        ``child`` is the pid of a stopped child process that the worker waits for; 0 if there is none.
         """
         seen = read(page)
         return RankEvidence(

@@ -37,7 +37,7 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
             still save and leave.
 
     Returns:
-        The new path of the run directory; None: there was no previous start.
+        The new path of the run directory; None if there was no previous start.
 
     Raises:
         UsageError: the previous start still runs, or another user may have made the directory.
@@ -100,7 +100,7 @@ def _attempts(logs: Path) -> list[Path]:
 
 
 def _move(found: Sequence[Path], aside: Path) -> None:
-    """Move the directories ``found`` into ``aside``. Raises: OSError: that is no directory of this user."""
+    """Move the directories ``found`` into ``aside``. Raises: OSError: ``aside`` is no directory of this user."""
     if not found:
         return
     aside.mkdir(mode=0o700, exist_ok=True)

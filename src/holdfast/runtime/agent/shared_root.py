@@ -10,9 +10,9 @@ from holdfast.store.backends.location import place_of
 
 
 def share_checkpoints(run: RunDir, job: str) -> None:
-    """Make the default checkpoint directory, named after the job and beside the run directories.
+    """Make the default checkpoint directory, and a link to it in the run directory.
 
-    Make a link to it in the run directory.
+    The checkpoint directory is beside the run directories, and has the name of the job.
     """
     common = run.path.parent / f"{without_launch(job)}.checkpoints"
     common.mkdir(mode=0o700, exist_ok=True)

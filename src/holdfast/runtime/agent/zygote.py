@@ -312,7 +312,7 @@ def thread_total(tasks: Path = Path("/proc/self/task")) -> int:
 
 
 def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
-    """Return why a forked process could not use the devices; empty: it could.
+    """Return why a forked process could not use the devices; empty if it could.
 
     The cause is an import that initialised a driver.
 
@@ -412,7 +412,7 @@ def make_head(run: RunDir, settings: RunSettings, preloaded: Preloaded) -> Prelo
 
 
 def _make(statement: HeadImport, watched: Collection[str]) -> str:
-    """Execute an import of the script, and return why it is unsafe in the zygote; empty: it is safe."""
+    """Execute an import of the script, and return why it is unsafe in the zygote; empty if it is safe."""
     with watching(watched) as looked_at:
         failed = statement.make()
     if variable := looked_at():
@@ -472,7 +472,7 @@ def become_worker(spawn: Spawn) -> int:
 
 
 def _early(settings: RunSettings) -> str:
-    """Return why workers of this script cannot be forked; empty: they can be.
+    """Return why workers of this script cannot be forked; empty if they can be.
 
     They cannot be forked if the script sets environment variables that the import of torch reads.
     """

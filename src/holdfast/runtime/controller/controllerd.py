@@ -83,7 +83,7 @@ LINGER_S = 2.0  # time for the agents to read the last messages at the end
 
 
 def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
-    """Return why the ranks ``sources`` cannot write a complete checkpoint of ``layouts``; empty: they can."""
+    """Return why the ranks ``sources`` cannot write a complete checkpoint of ``layouts``; empty if they can."""
     try:
         catalogue = catalogue_of(layouts.by_rank())
         return plan(catalogue, frozenset(sources)).why_incomplete()
@@ -147,7 +147,7 @@ class ControllerLog(EventLog):
             past: the state that the earlier lines describe.
             lines: the number of these lines since the last snapshot.
             term: the term of this controller.
-            on_line: receives each line in a job of several nodes; None: lines have no numbers.
+            on_line: receives each line in a job of several nodes; None if lines have no numbers.
             after: (term, number) of the last earlier line.
         """
         self._past, self._since = past, lines

@@ -57,7 +57,7 @@ class Driver:
         journal: receives the records of the machine.
         execute: executes every command that is neither a record nor a timer. It may call :meth:`post`.
         sync: writes the journal to the disk. It runs in a thread. Commands and later events wait for it, but the event
-            loop does not. None: the journal syncs its durable records itself.
+            loop does not. None if the journal syncs its durable records itself.
     """
 
     def __init__(

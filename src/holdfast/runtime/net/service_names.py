@@ -31,7 +31,7 @@ def controller_of(term: int) -> str:
 
 
 def state_of(rank: int, generation: Generation) -> str:
-    """Return the service name under which a rank, stopped for ``generation``, serves its state to newcomers."""
+    """Return the service name under which a rank serves its state to the newcomers of ``generation``."""
     return f"state of rank {rank} in {generation}"
 
 

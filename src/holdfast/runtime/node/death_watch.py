@@ -1,4 +1,4 @@
-"""Early report of a worker's death, before the kernel has freed its memory: by a robust lock in the status page.
+"""Early report of a worker's death: a robust lock in its status page is released before its memory is freed.
 
 Theory. A pidfd becomes readable, and sockets are closed, only when a process is completely gone. With a few hundred MB
 of memory that takes the kernel 30 to 40 ms. When a thread ends, one of the kernel's first acts is to hand over the

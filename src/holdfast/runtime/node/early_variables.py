@@ -26,7 +26,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def early_variable(files: list[Path], root: Path, env: Mapping[str, str]) -> str:
-    """Return the first variable that is set before the import of torch; empty: none.
+    """Return the first variable that is set before the import of torch; empty if there is none.
 
     The result has the form ``train.py:3: OMP_NUM_THREADS``.
 

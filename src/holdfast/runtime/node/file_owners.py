@@ -31,7 +31,7 @@ def is_ours(path: Path) -> bool:
 
 
 def doubt(path: Path) -> str:
-    """Return why another user may own or change ``path``; empty: no other user can.
+    """Return why another user may own or change ``path``; empty if no other user can.
 
     In a message the text follows the path.
 

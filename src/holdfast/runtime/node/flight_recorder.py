@@ -95,7 +95,7 @@ class Flight:
         return self._newest()[0] != 0
 
     def _newest(self) -> tuple[int, int]:
-        """Return the end time of the newest collective (0: in progress) and its number (0: there was none)."""
+        """Return the end time of the newest collective (0 while in progress) and its number (0 if there was none)."""
         at = self._words[Word.COLLECTIVES] % FLIGHT_SLOTS * _SLOT_WORDS
         return self._slots[at + 2], self._slots[at + 3]
 

@@ -25,7 +25,7 @@ class Framework(NamedTuple):
 
     ``install_module`` has a function ``install()``, which a worker calls before user code. ``preloads`` are the modules
     that the zygote imports, the framework itself first. ``records_module`` has a function ``records()``, which returns
-    the flight records of the framework. The name is empty for a framework without a flight recorder.
+    the flight records of the framework. ``records_module`` is empty for a framework without a flight recorder.
     """
 
     package: str

@@ -173,8 +173,8 @@ async def find(
 
     Args:
         workers: (member, pid, status page) of each worker.
-        ask: requests the flight records of a worker's framework; returns False if the worker is not connected. None: do
-            not collect these records.
+        ask: requests the flight records of a worker's framework; returns False if the worker is not connected. With
+            None these records are not collected.
     """
     before = {member_id: sample(pid) for member_id, pid, _ in workers}
     records: dict[MemberId, Path] = {}

@@ -37,7 +37,7 @@ _BROKEN = re.compile(
 
 
 def broken_by(line: str) -> str:
-    """Return the text in a kernel log line that reports broken hardware; empty: the line reports none."""
+    """Return the text in a kernel log line that reports broken hardware; empty if the line reports none."""
     xid = _XID.search(line)
     if xid is not None:
         return f"Xid {xid[1]}" if int(xid[1]) in _FATAL_XID else ""

@@ -94,8 +94,8 @@ def node_notices(node: Mapping[str, Any], pod: Mapping[str, Any] | None = None) 
 
     Args:
         node: the Node of this process, as decoded JSON.
-        pod: the Pod of this process, whose tolerations count. None: the Pod cannot be read, and is assumed to tolerate
-            every taint, because Kubernetes has not removed it.
+        pod: the Pod of this process, whose tolerations count. If it is None, because the Pod cannot be read, it is
+            assumed to tolerate every taint: Kubernetes has not removed it.
 
     Raises:
         ProtocolError: an object has another form.

@@ -65,7 +65,7 @@ def _account(environment: Mapping[str, str]) -> Path:
 
 
 def missing_in(environment: Mapping[str, str]) -> str:
-    """Return what this process lacks to send requests to the API server, in words; empty: it lacks nothing."""
+    """Return what this process lacks to send requests to the API server, in words; empty if it lacks nothing."""
     for name in (*SERVER, *DOWNWARD):
         if not environment.get(name):
             return f"the variable {name} is not set"
@@ -120,8 +120,8 @@ def open_api(place: PodPlace, environment: Mapping[str, str]) -> Any:
 class ApiFailure(NamedTuple):
     """An error of a request to the API server.
 
-    ``status``: the HTTP status of the answer; 0: no answer came. ``text``: the cause in words, equal for all errors of
-    one cause.
+    ``status``: the HTTP status of the answer; 0 if no answer came. ``text``: the cause in words, equal for all errors
+        of one cause.
     """
 
     status: int
@@ -148,8 +148,9 @@ def failure_of(error: Exception) -> ApiFailure:
 class Sight(NamedTuple):
     """The result of a watch so far.
 
-    ``raw``: the newest object, as decoded JSON; None: not seen yet. ``gone``: the object was deleted. ``failure``: why
-    the watch fails; empty: it does not fail.
+    ``raw``: the newest object, as decoded JSON; None if no object was seen yet. ``gone``: True if the object was
+        deleted.
+    ``failure``: why the watch fails; empty if it does not fail.
     """
 
     raw: dict[str, Any] | None = None

@@ -25,7 +25,7 @@ _EPOCH_S_LEAST = 1e9
 
 
 class Foreseen(msgspec.Struct, frozen=True):
-    """One notice that is valid now. ``left_s``: seconds until the node leaves; NO_DEADLINE: not known.
+    """One notice that is valid now. ``left_s``: seconds until the node leaves; NO_DEADLINE if that time is not known.
 
     ``source`` names the source and the cause. ``whole_job``: True if the whole job ends, and not only this node.
     """
@@ -124,7 +124,7 @@ def slurm_end(variable: str, now: float) -> Foreseen | None:
 
 
 def slurm_job(line: str, now: float) -> Foreseen | None:
-    """Return the notice of a job's end in a line of ``scontrol --oneliner show job``; None: the job has no time limit.
+    """Return the notice of a job's end in a line of ``scontrol --oneliner show job``; None without a time limit.
 
     The times in the line are in the time zone of this process.
 
@@ -165,8 +165,8 @@ def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
     """Return the notice in the text of a user's file or command.
 
     Args:
-        text: "leave" or empty: there is no deadline. Otherwise the deadline: seconds from ``said_at``, a Unix time, or
-            a date and time (by default in UTC).
+        text: "leave" or an empty text means no deadline. Any other text is the deadline: seconds from ``said_at``, a
+            Unix time, or a date and time (by default in UTC).
         source: names the file or command.
         now: the Unix time of the read.
         said_at: the Unix time from which the seconds in ``text`` count.

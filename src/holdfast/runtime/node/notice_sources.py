@@ -72,7 +72,7 @@ def _request(base: str, method: str, path: str, headers: Mapping[str, str]) -> t
 
 
 async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "GET") -> bytes | None:
-    """Return the body of the answer to a request for metadata; None: the path does not exist (404).
+    """Return the body of the answer to a request for metadata; None if the path does not exist (404).
 
     Raises:
         OSError: the server does not answer.
@@ -270,8 +270,8 @@ async def output_of(
 ) -> tuple[int, str]:
     """Run a command, and return its exit code and the beginning of its output (stdout and stderr).
 
-    A command that takes too long is killed with its process group. ``environment``: the variables of the command; None:
-    the variables of this process.
+    A command that takes too long is killed with its process group. ``environment``: the variables of the command; None
+        means the variables of this process.
 
     Raises:
         OSError: the command cannot be started.

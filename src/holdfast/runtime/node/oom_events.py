@@ -32,7 +32,7 @@ class OomKills:
     """The number of processes of a control group that were killed because its memory, or the host's, ran out.
 
     Args:
-        file: the file that :func:`memory_events` has found; None: the number stays 0.
+        file: the file that :func:`memory_events` has found. With None the number stays 0.
     """
 
     def __init__(self, file: Path | None) -> None:

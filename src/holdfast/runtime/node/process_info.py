@@ -24,7 +24,7 @@ def alive(pid: int) -> bool:
     """Return True if a process with this pid exists and is not a zombie.
 
     Raises:
-        OSError: it is not known, because /proc cannot be read (no file descriptor is left).
+        OSError: /proc cannot be read, because no file descriptor is left.
     """
     fields = _stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
@@ -46,7 +46,7 @@ def start_ticks(pid: int) -> int:
     """Return the start time of process ``pid``, in clock ticks since boot; 0 if there is no such process.
 
     Raises:
-        OSError: it is not known, because /proc cannot be read (no file descriptor is left).
+        OSError: /proc cannot be read, because no file descriptor is left.
     """
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
@@ -139,7 +139,7 @@ def started_with(pid: int) -> list[bytes]:
 
 
 def words_at(pid: int) -> tuple[int, int]:
-    """Return the start and end address of the command line in the memory of process ``pid``; equal if not known."""
+    """Return the start and end address of the command line in the memory of process ``pid``; (0, 0) if unknown."""
     fields = _known_stat(pid)
     return (int(fields[45]), int(fields[46])) if fields else (0, 0)
 
@@ -201,9 +201,9 @@ def kill_group(pid: int) -> None:
 
 
 def stopped_children(leaders: Collection[int]) -> dict[int, int]:
-    """Return, by leader, the pid of one stopped process in the process group of this leader, other than the leader.
+    """Return one stopped process of each process group, except the leader, as a dict from leader to pid.
 
-    A leader whose group has no other stopped process is left out. All of /proc is read once.
+    A leader whose group has no such process is left out. All of /proc is read once.
     """
     found = {}
     for name in os.listdir("/proc"):
@@ -221,7 +221,8 @@ def _group(leader: int) -> list[int]:
 def _leader(pid: int) -> int:
     """Return the process group of ``pid``; 0 if there is no such process.
 
-    This is only one system call, because after each death of a worker it is made for every process in /proc.
+    The function makes only one system call, because it is called for every process in /proc after each death of a
+    worker.
     """
     try:
         return os.getpgid(pid)

@@ -132,7 +132,7 @@ def read_token(path: Path) -> bytes:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock the file ``path``, and return the file descriptor that holds the lock; None: another process holds it.
+    """Lock the file ``path``, and return the file descriptor that holds the lock; None if another process holds it.
 
     The lock is held until the descriptor is closed or this process ends.
 
@@ -176,7 +176,7 @@ class RunDir:
         """Make the run directory (mode 0700), its token file and its private directory for status pages.
 
         Args:
-            token: the secret of the run; empty: a new random one.
+            token: the secret of the run; if empty, a new random one is made.
 
         Raises:
             UsageError: the directory already exists, cannot be written, or its path is too long for sockets.
@@ -212,7 +212,7 @@ class RunDir:
         Path(at.host).unlink()
 
     def no_room(self) -> str:
-        """Return why no file can be written to the run directory now; empty: files can be written."""
+        """Return why no file can be written to the run directory now; empty if files can be written."""
         probe = self.path / "room"
         try:
             write_private(probe, bytes(ROOM_SIZE_BYTES))

@@ -59,7 +59,7 @@ class HeadImport(NamedTuple):
     optional: bool
 
     def make(self) -> str:
-        """Execute the statement, and return its error as text; empty: it succeeded.
+        """Execute the statement, and return its error as text; empty if it succeeded.
 
         The imported modules stay in ``sys.modules``.
         """
@@ -209,7 +209,7 @@ class WatchedEnvironment(os._Environ[str]):
 
 @contextmanager
 def watching(names: Collection[str]) -> Iterator[Callable[[], str]]:
-    """Watch ``os.environ``. Yield a function that returns the first of ``names`` that was read; empty: none."""
+    """Watch ``os.environ``. Yield a function that returns the first of ``names`` that was read; empty if none was."""
     plain = os.environ.__class__
     kind = WatchedEnvironment
     kind.names, kind.seen, kind.listed = frozenset(names), "", ()

@@ -48,7 +48,7 @@ def sum_in_votes(vector: Sequence[int], vote: Callable[[list[int]], list[int]]) 
     """Return the sum of ``vector`` over all ranks, computed in pieces of the length of a vote.
 
     Args:
-        vector: numbers of this rank. Their count is any, and is the same on all ranks.
+        vector: numbers of this rank. Any count is allowed, if it is the same on all ranks.
         vote: returns the sum of up to ``VOTE_LENGTH_MAX`` ints over all ranks.
     """
     total: list[int] = []

@@ -64,7 +64,7 @@ class Preloaded(msgspec.Struct, frozen=True, tag=True):
     """First message from zygote to agent: the imports are done.
 
     ``imports_s``: seconds by import; ``missing``: failed imports, with their errors. ``unfit``: why workers cannot be
-    forked; empty: they can. ``head``: why not all imports at the head of the script were made; empty: they were, or
+    forked; empty if they can. ``head``: why not all imports at the head of the script were made; empty if they were, or
     there are none.
     """
 

@@ -184,11 +184,11 @@ class Page:
             self._words[_OUTSIDE_LENGTH] = len(text)
 
     def count_outside(self, made: int) -> None:
-        """Store the number of these collectives, when their description stays the same."""
+        """Store only the number of the collectives since the last block, if their description has not changed."""
         self._words[_OUTSIDE_MADE] = made
 
     def outside(self) -> OutsideCollectives | None:
-        """Return what the worker stored last by these methods; None if there is nothing, or during a write."""
+        """Return the collectives since the last block; None if the description is missing or being written."""
         length = self._words[_OUTSIDE_LENGTH]
         if not 0 < length <= _OUTSIDE_LENGTH_MAX:
             return None

@@ -69,7 +69,7 @@ class TorchBuild(NamedTuple):
 
 
 class SelfTestVerdict(msgspec.Struct, frozen=True):
-    """The result of the self-test of one build of torch. ``reason`` is the failure; empty: the test has passed."""
+    """The result of the self-test of one build of torch. ``reason`` is the failure; empty if the test has passed."""
 
     torch: str
     reason: str
@@ -145,7 +145,7 @@ def check_loaded(torch: ModuleType) -> None:
 
 
 def all_restart(torch: str, reason: str) -> str:
-    """Return the message to the user that Holdfast does not replace torch's own process groups, for ``reason``."""
+    """Return the message that Holdfast does not replace torch's own process groups, with ``reason`` as the cause."""
     return (
         f"torch {torch}: {reason}: all workers start again after a fault, none is replaced in place "
         f"(tested: torch {TESTED})"
@@ -153,7 +153,7 @@ def all_restart(torch: str, reason: str) -> str:
 
 
 def why_untouched() -> str:
-    """Return why Holdfast does not replace torch's own process groups in this process; empty: it replaces them.
+    """Return why Holdfast does not replace torch's own process groups in this process; empty if it replaces them.
 
     The launcher sets the reason in an environment variable. Without this variable, the self-test decides.
     """
@@ -195,7 +195,7 @@ def _kept_at(build: TorchBuild) -> Path:
 
 
 def _self_test() -> str:
-    """Run the self-test, and return its failure as text; empty: it has passed."""
+    """Run the self-test, and return its failure as text; empty if it has passed."""
     command = [sys.executable, "-m", SELF_TEST]
     # Variables that a launcher has set for this process are not meant for another job.
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in PLACES}

@@ -36,7 +36,7 @@ class NodeRanks(NamedTuple):
 class RewrittenTable(NamedTuple):
     """The rank table for the workers.
 
-    ``path``: its file. ``kept``: why the user's table is used although it does not match the nodes; empty: the table
+    ``path``: its file. ``kept``: why the user's table is used although it does not match the nodes; empty if the table
     matches.
     """
 

@@ -1,5 +1,4 @@
-"""Rank tables: the JSON file of Ascend's tools with the host and device of each rank. They are read, checked and
-written.
+"""Rank tables, read, checked and written: the JSON file of Ascend's tools with the host and device of each rank.
 
 There are two forms. *Servers* (versions 1.0 and 1.2) lists hosts with their devices, and every number is a string.
 Version 1.2 adds super pods, which are groups of hosts. *Ranks* (version 2.0) lists ranks with their devices and network

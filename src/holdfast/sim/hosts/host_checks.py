@@ -110,7 +110,10 @@ class JudgedView:
 
     @property
     def memory_losses(self) -> set[str]:
-        """What has lost its data in memory so far: an ``agent``, ``controller``, ``node`` or ``page`` (status page)."""
+        """The parts of the job whose data in memory was lost: ``agent``, ``controller``, ``node`` or ``page``.
+
+        ``page`` means a status page.
+        """
         return self._scene.memory_losses
 
     @property

@@ -49,7 +49,7 @@ class HostFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         node: number of the host that the fault strikes.
         other: number of the second host in a ``bridge``, the fault in which two hosts do not reach each other.
         duration_s: virtual seconds until the fault ends. 0 in a ``lose_host``: the host never returns.
-        phase: a phase of the job; empty: any phase; ``electing``: no controller leads.
+        phase: a phase of the job. Empty means any phase, ``electing`` that no controller leads.
     """
 
     kind: HostFaultKind

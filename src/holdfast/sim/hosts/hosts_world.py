@@ -64,8 +64,8 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         spares: number of spare hosts.
         per_node: number of ranks per host.
         shards: number of distinct boxes; rank r holds box ``r % shards``.
-        nodes_min: smallest number of hosts with which the job continues after it has lost hosts and their ranks; 0: the
-            job never continues with fewer ranks. Another value than 0 needs ``shards`` 1.
+        nodes_min: smallest number of hosts with which the job continues after it has lost hosts and their ranks; 0 if
+            the job never continues with fewer ranks. Another value than 0 needs ``shards`` 1.
         witness: True if the job has a witness.
         until: number of steps of the run.
     """
@@ -237,7 +237,7 @@ class HostsWorld(World):
     # ---------------------------------------------------------------- faults
 
     def phase(self) -> str:
-        """Return the phase of the job that the controller of the newest term reports; without one, ``NO_PHASE``.
+        """Return the phase of the job that the newest term's controller reports; ``NO_PHASE`` without a controller.
 
         Controllers that decide alone, only for their own host, do not count.
         """
@@ -252,7 +252,7 @@ class HostsWorld(World):
     def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None:
         """Cut the power of a host.
 
-        The host starts again after ``back_s`` virtual seconds (0: never), with an empty disk if ``empty``.
+        The host starts again after ``back_s`` virtual seconds (0 means never), with an empty disk if ``empty``.
         """
         host, agent = self.hosts[node_id], self._agents[node_id]
         if not host.is_up or host.left:
@@ -350,7 +350,7 @@ class HostsWorld(World):
     def is_cut_off(self, node_id: NodeId) -> bool:
         """Return True if no majority of a host's electorate can have sent it messages in the last ``LEASE_S`` seconds.
 
-        False if a fault has delayed timers or syncs of the host, whose knowledge may then be outdated.
+        Return False if a fault has delayed timers or syncs of the host: the knowledge of the host may then be outdated.
         """
         host = self.hosts[node_id]
         electorate = host.disk.ballot.electorate
@@ -511,7 +511,7 @@ class HostsWorld(World):
             self.history.commits(worker, worker.machine.step - 1, loss, ranks)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a host after ``delay_s`` virtual seconds; 0: after the random time that a fork takes.
+        """Start workers on a host after ``delay_s`` virtual seconds; if 0, after the random time that a fork takes.
 
         From then on the job has the number of ranks that is in ``order``.
         """
@@ -541,8 +541,8 @@ class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         code: exit code of the job, from a controller with a majority if one ended the run, otherwise from a controller
-            that decided alone; -1: no controller ended the run, and no host is left.
-        step: the step at which training finished; -1: training did not finish.
+            that decided alone; -1 if no controller ended the run, and no host is left.
+        step: the step at which training finished; -1 if training did not finish.
         time_s: virtual seconds of the run.
         digest: digest of all simulated events, equal for equal runs.
         coverage: number of faults by (kind, phase of the job).

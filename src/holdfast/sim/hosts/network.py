@@ -207,7 +207,7 @@ class Network:
             self._since_s.setdefault(direction, self.scene.now)
 
     def unblock(self, directions: tuple[tuple[NodeId, NodeId], ...]) -> None:
-        """End one earlier block of the given directions."""
+        """Undo one earlier call of :meth:`block` for the given directions."""
         for direction in directions:
             self._blocked[direction] -= 1
             if not self._blocked[direction]:

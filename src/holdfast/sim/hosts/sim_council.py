@@ -71,7 +71,7 @@ class SimCouncil:
     """The council of one agent process: its election and its connections to other agents.
 
     Args:
-        founders: number of connected nodes, this one included, that this agent waits for before it founds the job; 0:
+        founders: number of connected nodes, this one included, that this agent waits for before it founds the job; 0 if
             this agent does not found the job.
         witness: True if the job has a witness.
 

@@ -40,7 +40,7 @@ class SimDriver:
 
     Attributes:
         journal: called with each event-log record.
-        sync_s: returns the duration of a sync in virtual seconds; None: the driver does not sync.
+        sync_s: returns the duration of a sync in virtual seconds; None if the driver does not sync.
         synced: called after each sync.
     """
 

@@ -21,7 +21,7 @@ class SimHost:
         rate: seconds on the host's clock per second of virtual time.
         paused_until_s: virtual time until which nothing runs on the host.
         late_s: longest delay of the host's timers, in virtual seconds.
-        is_steady: True if no fault has delayed the host's timers or syncs. False: its data about others may be old.
+        is_steady: True if no fault has delayed the host's timers or syncs. Otherwise its data about others may be old.
         council: the election and the connections of the agent; None before the first agent starts.
         process: the newest controller process on the host; None if there was none.
     """

@@ -37,7 +37,7 @@ class Trainer(Protocol):
 class Contribution(NamedTuple):
     """The gradients of one rank in one step.
 
-    ``applied`` is the number of updates that the rank's parameters contained when the gradients were computed; None:
+    ``applied`` is the number of updates that the rank's parameters contained when the gradients were computed; None if
     the parameters were then in the middle of a change. The simulation compares this number in place of the values of
     the gradients.
     """

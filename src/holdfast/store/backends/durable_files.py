@@ -253,8 +253,8 @@ class Directory(Closes):
             name: name of the file.
             data: its content.
             owner: text that makes the name of the temporary file unique.
-            later: False: also sync the directory. True: the file appears at the next :meth:`publish`, together with
-                others.
+            later: if True, the file appears at the next :meth:`publish`, together with others. Otherwise it appears
+                now, and the directory is synced.
             mode: permissions of the file, reduced by the umask.
 
         Raises:
@@ -276,8 +276,8 @@ class Directory(Closes):
         Args:
             name: final name of the file.
             owner: text that makes the name of the temporary file unique.
-            later: True: the file is synced and renamed at the next :meth:`publish`, together with others.
-            replace: True: replace an existing file of this name. False: an existing file is an error.
+            later: if True, the file is synced and renamed at the next :meth:`publish`, together with others.
+            replace: if True, an existing file of this name is replaced. Otherwise an existing file is an error.
             mode: permissions of the file, reduced by the umask.
 
         Raises:

@@ -153,7 +153,7 @@ class FaultyStore:
     Args:
         name: name of the store, found under ``faulty://<name>``. Of several stores with one name, the newest is found.
         fails: error number of each write that fails, by the number of the write (from 1): ``{7: errno.EIO}``.
-        room_size_bytes: capacity of the store in bytes; None: no limit. Writes beyond it fail (ENOSPC).
+        room_size_bytes: capacity of the store in bytes; None sets no limit. Writes beyond it fail (ENOSPC).
         read_only: True makes all writes fail (EACCES).
         delay_s: duration of each write in seconds.
         seed: seed of the random choice of the files that :meth:`lose_power` keeps.

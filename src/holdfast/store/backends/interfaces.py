@@ -150,7 +150,7 @@ class Attempt(Closes, Protocol):
         Args:
             name, data: the name and the content of the file.
             owner: text that differs between the processes that may write this file.
-            later: True: the file need not appear before the next :meth:`publish` returns.
+            later: if True, the file need not appear before the next :meth:`publish` returns.
         """
 
     def new_file(

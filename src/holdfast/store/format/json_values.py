@@ -37,7 +37,7 @@ Longer text takes long to parse, and Python refuses very long text.
 
 
 def encode_values(value: object, where: str = "values") -> bytes:
-    """Return compact JSON of a tree of plain values. Errors call the root of the tree ``where``.
+    """Return compact JSON of a tree of plain values. In errors, the root of the tree has the name ``where``.
 
     Raises:
         StateError: a value cannot be saved (the error names it), or the JSON has more than ``VALUES_SIZE_BYTES_MAX``
@@ -53,7 +53,7 @@ def encode_values(value: object, where: str = "values") -> bytes:
 
 
 def decode_values(data: bytes, where: str = "values") -> object:
-    """Return the tree of plain values that :func:`encode_values` encoded. Errors call its root ``where``.
+    """Return the tree of plain values that :func:`encode_values` encoded. In errors, its root has the name ``where``.
 
     Raises:
         CheckpointInvalid: ``data`` is not the output of :func:`encode_values`; the error names the broken rule.
@@ -71,7 +71,7 @@ def decode_values(data: bytes, where: str = "values") -> object:
 
 
 def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
-    """Return the dict that :func:`encode_values` encoded. Errors call the dict ``where``.
+    """Return the dict that :func:`encode_values` encoded. In errors, the dict has the name ``where``.
 
     Raises:
         CheckpointInvalid: ``data`` is not the output of :func:`encode_values` for a dict.

@@ -26,7 +26,7 @@ _Spans = tuple[tuple[int, int], ...]  # (offset, size) per dimension
 
 
 def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions of a tensor of ``shape`` that no box covers, in linear time for the layouts of real jobs.
+    """Return the regions of a tensor of ``shape`` that no box covers. The layouts of real jobs take linear time.
 
     A tensor without elements counts as missing if there is no box.
 

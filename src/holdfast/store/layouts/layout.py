@@ -3,9 +3,9 @@
 Theory. A *box* is a rectangular region of a complete tensor. Each rank declares its boxes (:class:`RankLayout`), if
 possible as cells, which are parts of a regular cut. The :class:`Catalogue` joins the declarations of all ranks into a
 few grids (``shardings.py``). So a catalogue grows with ranks + tensors, not with ranks x tensors. A rank sends a table
-of tensors, which is the same for most ranks, and the few boxes and cells that it holds. A row of the table names a
-tensor, and its box or cell by a number, the ``place``. A rank may hold several boxes of one tensor (strided shards,
-flat ranges of a ZeRO optimizer: see :func:`flat_range_boxes`).
+of tensors, which is the same for most ranks, and the few boxes and cells that it holds. A row of the table has the name
+of a tensor and a number, the ``place``, which refers to a box or cell in that list. A rank may hold several boxes of
+one tensor (strided shards, flat ranges of a ZeRO optimizer: see :func:`flat_range_boxes`).
 
 Invariants:
 1. Offsets and sizes are in elements, one number per dimension; a scalar has no dimension and exactly one element.
@@ -77,7 +77,8 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
 class TensorMeta(msgspec.Struct, frozen=True, order=True):
     """One box of a tensor that a rank holds. ``shape`` is the shape of the complete tensor.
 
-    ``cuts`` is the cell (part of a regular cut) that equals the box; None: not known. Cells keep the catalogue small.
+    ``cuts`` is the cell (part of a regular cut) that equals the box; None if no such cell is known. Cells keep the
+    catalogue small.
     """
 
     fqn: str
@@ -105,7 +106,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Declaration(msgspec.Struct, frozen=True):
-    """A rank's layout as a message contains it: the table ``tensors``, and the cells and boxes that its rows refer to.
+    """A rank's layout in the form of a message: the table ``tensors``, and the cells and boxes to which its rows refer.
 
     Ranks that cut the same tensors in the same way have the same table.
     """
@@ -153,11 +154,11 @@ class RankLayout(msgspec.Struct, frozen=True):
     world: int
 
     def declaration(self) -> Declaration:
-        """Return this layout as a message contains it. A box without elements is dropped, unless its tensor has none.
+        """Return this layout in the form of a message. A box without elements is dropped, unless its tensor has none.
 
         Raises:
-            StateError: unknown dtype, a box of other dimensions than its tensor, or a box that is not its cell
-                (``cuts``).
+            StateError: a dtype is unknown, a box and its tensor differ in their number of dimensions, or a box differs
+                from its cell (``cuts``).
         """
         cells: dict[Cuts, int] = {}
         boxes: dict[Box, int] = {}
@@ -358,7 +359,7 @@ class _VersionedCatalogue(msgspec.Struct):
 
 
 class _Own(msgspec.Struct):
-    """The first JSON text of a declaration: all but the table of tensors."""
+    """The first of the two JSON texts of a declaration. It has everything except the table of tensors."""
 
     rank: int
     world: int
@@ -394,7 +395,7 @@ def cut_box(shape: Shape, cuts: Cuts) -> Box:
 
 
 def _cuts_of(tensor: TensorMeta) -> Cuts | None:
-    """Return the cell (part of a regular cut) that equals a declared box; None: no such cell is known."""
+    """Return the cell (part of a regular cut) that equals a declared box; None if no such cell is known."""
     if tensor.dtype not in DTYPE_SIZE_BYTES:
         raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
     if len(tensor.box.sizes) != len(tensor.shape) or len(tensor.box.offsets) != len(tensor.shape):
@@ -476,7 +477,7 @@ class _Join:
         return out
 
     def _grid(self, uses: frozenset[tuple[int, int]], shape: Shape | None) -> Grid:
-        """Return the grid of a tensor from ``uses``, all its rows, as pairs (index of the row's table, ``place``).
+        """Return the grid of a tensor. ``uses`` are all its rows, each as (index of the row's table, ``place``).
 
         If ``shape`` is None, the grid has cells. Otherwise it has boxes of a tensor of this shape.
         """

@@ -8,8 +8,9 @@ cuts its state in its own way has other boxes. If one declared entry shows this,
 entry. The entries of a sharded optimizer are never completed.
 
 An optimizer may also keep the whole state of a parameter on one rank, which sends its update to the others (Muon). Then
-two ranks have entries that the other one lacks. A rank that is only late lacks entries, and no rank lacks any of its
-entries for longer. So no rank's layout is completed with the entries of such an optimizer.
+two ranks have entries that the other one lacks. A rank that is only late lacks entries of the others, but the others
+have all of its entries. So no rank's layout is completed with the entries of an optimizer for which two ranks lack
+entries of each other.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def _completed(
 
 
 def _kept_apart(known: Mapping[str, Row], each: Sequence[Mapping[str, list[Row]]]) -> set[str]:
-    """Return the names of optimizers of which two ranks have entries that the other rank lacks, for its own parameters.
+    """Return the names of the optimizers for which two ranks each lack an entry that the other rank has.
+
+        Only the entries of parameters that a rank holds count as missing on this rank.
 
     Args:
         known: the entries of all optimizers by name.
@@ -114,7 +117,7 @@ def _kept_apart(known: Mapping[str, Row], each: Sequence[Mapping[str, list[Row]]
 
 
 def optimizer_of(fqn: str) -> str:
-    """Return the optimizer in the name of its entry, ``optimizer.<name>.<parameter>.<key>``; empty: another tensor."""
+    """Return the optimizer in the name of its entry, ``optimizer.<name>.<parameter>.<key>``; empty for other names."""
     return fqn.split(".", 2)[1] if fqn.startswith(PREFIX) else ""
 
 
@@ -134,7 +137,7 @@ def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]
 
 
 def parameter_of(fqn: str, places: Mapping[str, object]) -> str | None:
-    """Return the declared parameter in the name ``optimizer.<name>.<parameter>.<key>``; None: none is declared."""
+    """Return the declared parameter in the name ``optimizer.<name>.<parameter>.<key>``; None if it is not declared."""
     rest = fqn.removeprefix(PREFIX).partition(".")[2]
     while "." in rest:
         rest = rest.rpartition(".")[0]

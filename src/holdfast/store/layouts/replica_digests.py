@@ -75,7 +75,7 @@ class ReplicaCopies:
         return self._turns[number % len(self._turns)]
 
     def whole(self) -> list[tuple[ReplicaGroup, list[Extent]]]:
-        """Return each group of ranks that hold the same boxes, with these boxes, complete."""
+        """Return each group of ranks that hold the same boxes, with the byte ranges of all these boxes."""
         return [(group, list(group.extents)) for group in self.groups]
 
 

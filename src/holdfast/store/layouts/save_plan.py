@@ -152,7 +152,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
     def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
-        """Return, per box of ``held``, the number of the group of living ranks that hold the box; -1: no such rank."""
+        """Return, per box of ``held``, the number of the group of living ranks that hold the box; -1 if none does."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
             groups[place] = self._group(ranks)
@@ -203,7 +203,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return found
 
     def _deal(self) -> dict[tuple[int, ...], list[int]]:
-        """Divide the stream of each group of several holders among these ranks.
+        """Divide the stream of each group of several holders among the holders.
 
         Return, by group, the start of each holder's stretch in bytes, and the end of the last stretch.
         """

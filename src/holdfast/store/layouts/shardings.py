@@ -158,7 +158,8 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
         Args:
             shape: the shape of the tensor.
-            among: indices of the grid's cells (or boxes) that are needed; None: all. The result may contain others.
+            among: indices of the grid's cells (or boxes) that are needed; None means all. The result may contain other
+                boxes.
         """
         import numpy as np
 

@@ -20,14 +20,15 @@ def speakers(
 ) -> tuple[int, ...]:
     """Return the ranks whose plain values a rank loads, the most important first; empty if there are no candidates.
 
-    The ranks are chosen one after the other: each time the candidate that holds most of the remaining tensors, which no
-    rank chosen so far holds.
+    The ranks are chosen one after the other. Each choice is the candidate that holds most of the remaining tensors. A
+    tensor remains if no rank chosen so far holds it.
 
     Args:
         catalogue: all tensors and their holders.
         names: names of the tensors of the rank that loads.
         among: the candidates.
-        rank: the rank that loads. Among candidates with equally many tensors this rank is preferred. -1: no rank is.
+        rank: the rank that loads. Among candidates with equally many tensors this rank is preferred. With -1 the lowest
+            rank is preferred.
     """
     asked = sorted(among)
     left = Counter(catalogue.by_fqn[name].grid for name in names if name in catalogue.by_fqn)

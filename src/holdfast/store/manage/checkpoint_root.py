@@ -44,9 +44,9 @@ class Choice(msgspec.Struct, frozen=True):
 
     Attributes:
         root: the path or URL of the root.
-        chosen: the newest valid checkpoint; None: there is none.
+        chosen: the newest valid checkpoint; None if there is none.
         rejected: the newer attempts that are not valid, each with the reason.
-        at: the step that was searched for; None: any step.
+        at: the step that was searched for; None means any step.
         steps: steps of all existing attempts, newest first.
     """
 
@@ -161,9 +161,9 @@ class Root:
         repeated.
 
         Args:
-            at: the step to search for; None: any step.
+            at: the step to search for; None means any step.
             deep: also read every tensor and compare its digests.
-            run: id of the run whose attempts count; None: all runs.
+            run: id of the run whose attempts count; None means all runs.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the root or an attempt that may be the newest cannot be read.
@@ -202,9 +202,9 @@ class Root:
         its run must have sealed a later step since.
 
         Args:
-            keep: the policy, or the number of newest checkpoints to keep. lineage: prune only the attempts of this
-                lineage, and attempts of other runs that were never finished and are older than ``grace_s``. None: prune
-                the attempts of all runs.
+            keep: the policy, or the number of newest checkpoints to keep.
+            lineage: prune only the attempts of this lineage, and attempts of other runs that were never finished and
+                are older than ``grace_s``. None prunes the attempts of all runs.
             grace_s: age in seconds below which an invalid attempt is kept.
             dry_run: remove nothing.
 
@@ -281,7 +281,7 @@ class Root:
         }
 
     def written_last(self, valid: Sequence[Validity]) -> Validity:
-        """Return the last written of the newest checkpoints of all runs. Another run may have a higher step.
+        """Return the newest checkpoint of the run that wrote last. Another run may have a higher step.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the age of a checkpoint cannot be read.

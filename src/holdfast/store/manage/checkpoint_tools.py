@@ -83,8 +83,8 @@ def merge(
         target: the file to make. With ``file_size_bytes_max`` > 0, the directory to make. It gets
             ``model.safetensors``, or several files of at most that size and an index. A larger tensor gets a separate
             file.
-        file_size_bytes_max: largest size of one file in bytes; 0: write one file.
-        names: names of the tensors to write; None: all.
+        file_size_bytes_max: largest size of one file in bytes; with 0 one file is written.
+        names: names of the tensors to write; None means all.
         progress: called with the size in bytes of every slab written.
 
     Returns:

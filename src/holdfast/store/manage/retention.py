@@ -236,13 +236,13 @@ class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_policies(given: object, every_steps: int | None, every_s: float | None) -> tuple[SavePolicy, ...]:
-    """Return the policies for the arguments of a session; empty: save only on request.
+    """Return the policies for the arguments of a session. Without policies, a session saves only on request.
 
     Args:
         given: None, a number of steps, a ``timedelta``, ``"auto"`` (:class:`BestInterval`), a policy, or several of
             these.
-        every_steps: number of steps of a further policy; None: no such policy.
-        every_s: seconds of a further policy; None: no such policy.
+        every_steps: adds the policy to save after each such number of steps; None adds no policy.
+        every_s: adds the policy to save after each such number of seconds; None adds no policy.
 
     Raises:
         UsageError: a value of another kind.

@@ -50,7 +50,7 @@ def fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
 
 
 def varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Decode the varint (a number of at most 64 bits) at offset ``at``. Return it and the offset after it.
+    """Decode the varint (a number of at most 64 bits) at offset ``at``. Return the number and the next offset.
 
     Raises:
         ValueError: the data is damaged.

@@ -3,9 +3,9 @@
 Theory. The device matrix arranges the ranks of a pipeline stage in a grid, so each rank has coordinates. The
 coordinates along the axes that cut a dimension give the index of the rank's part in that dimension. Ranks with the same
 indices in all dimensions hold copies. Optimizer parallelism cuts these copies again along the first dimension into
-``optimizer_parts`` parts: of the ranks with copies, in ascending order, each ``optimizer_parts`` consecutive ranks hold
-all parts, one per rank. The length of a part is the length of its slice. For uneven parts the strategy file gives the
-lengths (``rows``).
+``optimizer_parts`` parts, one per rank. The ranks with copies are divided, in ascending order, into groups of
+``optimizer_parts`` ranks, and each group holds all parts. The length of a part is the length of its slice. For uneven
+parts the strategy file gives the lengths (``rows``).
 
 Invariants:
 1. Parts of different index never overlap, and all parts together are the tensor.
@@ -110,9 +110,10 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
 
 
 def _runs(devices: Sequence[int], copied: Sequence[int], count: int) -> bool:
-    """Return True if MindSpore can cut the copies, which lie along the axes ``copied``, into ``count`` parts.
+    """Return True if MindSpore can cut the copies along the axes ``copied`` of the device matrix into ``count`` parts.
 
-    The parts must fill the last of these axes completely, and divide the axis before them.
+    The parts must fill whole axes, from the last axis on, and divide the axis at which they end. If every axis has
+    copies, ``count`` need only divide the number of ranks.
     """
     if len(copied) == len(devices):
         return math.prod(devices) % count == 0

@@ -5,8 +5,8 @@ JSON, with the parameters of that rank's pipeline stage. The function ``merge_pi
 into one, in which a name begins with the stage (``1-decoder.weight``). For a parameter a file has:
 
 - a *device matrix*: the ranks of its stage as a grid, row by row;
-- a *tensor map*: for each dimension, the axis of the device matrix that cuts it, counted from the right (-1: none). If
-  several axes cut a dimension, the first is the outermost;
+- a *tensor map*: for each dimension, the axis of the device matrix that cuts it, counted from the right; -1 if no axis
+  cuts it. If several axes cut a dimension, the first is the outermost;
 - for uneven parts, the number of rows of each part;
 - for optimizer parallelism, the number of parts into which the ranks with copies cut the first dimension.
 
@@ -52,9 +52,10 @@ class Cut(msgspec.Struct, frozen=True):
         devices: number of ranks along each axis of the device matrix.
         axes: per dimension the indices in ``devices`` of the axes that cut it, outermost first.
         rows: length of each slice along dimension 0, if they are uneven; otherwise empty.
-        fields: number of parts of an embedding table that is cut by field; 0: not cut by field.
+        fields: number of parts of an embedding table that is cut by field; 0 if it is not.
         optimizer_stride: distance in ranks between the parts of optimizer parallelism.
-        optimizer_parts: parts of the first dimension by optimizer parallelism (0: none, ``WHOLE_GROUP``: all copies).
+        optimizer_parts: parts of the first dimension by optimizer parallelism (0 means no such parts, ``WHOLE_GROUP``
+            one per copy).
     """
 
     devices: tuple[int, ...]

@@ -123,12 +123,13 @@ def load_into(
             (``unexpected``). They count like tensors.
         optional: name patterns (``fnmatch``). Matching names may be missing among the targets or in the checkpoint, or
             differ in shape or dtype.
-        strict: True: names without such a pattern must be among the targets and in the checkpoint. False: they may be
-            missing, but not differ in shape or dtype.
+        strict: if True, names without such a pattern must be among the targets and in the checkpoint. Otherwise they
+            may be missing, but not differ in shape or dtype.
         first: names of targets to fill before all others.
         check: called after ``first`` is filled, with the names of targets that will not be filled. An error in this
             call ends the load.
-        threads: number of threads that read; 0: the host's cores divided among its ranks (for a remote store: a few).
+        threads: number of threads that read; 0 means the host's cores divided among its ranks (a few for a remote
+            store).
 
     Raises:
         CheckpointInvalid: a file is damaged or missing; the error names it. The targets hold garbage.
@@ -204,8 +205,8 @@ def load_values_of_all(
     Args:
         path: the checkpoint.
         names: tensors of the rank that loads. Only the dicts that this rank needs are returned, the most important
-            first. None: return the dicts of all ranks, in ascending order of ranks.
-        rank: the rank that loads; -1: none in particular.
+            first. None returns the dicts of all ranks, in ascending order of ranks.
+        rank: the rank that loads. Among several equally good dicts, that of this rank is preferred; -1 prefers none.
 
     Raises:
         CheckpointInvalid: a file is missing or damaged.
@@ -443,7 +444,7 @@ def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]
 
 
 def _settle(file: SourceFile, read: Read, data: memoryview, wrong: Sequence[int]) -> list[_Bad]:
-    """Copy the intact extents of a read from the scratch buffer to the targets. Return failed reads of the others."""
+    """Copy the intact extents of a read from the scratch buffer to the targets. Return reads of the damaged ones."""
     if read.into is None:
         _scatter_sound(read, data, wrong)
     return [_Bad(cut, _why(file, cut)) for cut in (read.cut(n, n + 1) for n in wrong)]

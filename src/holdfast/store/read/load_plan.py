@@ -41,8 +41,8 @@ class LoadTarget(msgspec.Struct, frozen=True):
 class Read(msgspec.Struct):
     """One read: the extents ``first`` to ``last`` (exclusive) of a stored box.
 
-    ``pieces`` are the pairs (target, region) to fill. ``into`` is the part of a target's buffer to read into. None:
-    read into a scratch buffer, and copy the elements.
+    ``pieces`` are the pairs (target, region) to fill. ``into`` is the part of a target's buffer to read into. If it is
+    None, the bytes are read into a scratch buffer, and their elements are then copied to the targets.
     """
 
     stored: StoredBox
@@ -93,7 +93,10 @@ _Run: TypeAlias = tuple[int, int, Sequence[tuple[LoadTarget, Box]], int | None]
 
 
 def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterator[_Run]:
-    """Yield runs: neighbouring extents that the same ``pieces`` (target, region) need, and that are read in one way."""
+    """Yield runs: neighbouring extents that the same ``pieces`` (target, region) need.
+
+    The extents of a run are all read directly, or all scattered.
+    """
     box, item = stored.record.box, DTYPE_SIZE_BYTES[stored.record.dtype]
     each, count = stored.extent_size_bytes // item, len(stored.record.digests)
     if len(pieces) > 1:
@@ -118,8 +121,9 @@ def _fates(
 ) -> tuple[tuple[int, int, int | None], ...]:
     """Return the runs of extents, among ``first`` to ``last``, that hold elements of a region of a stored box.
 
-    A run is (first extent, one after the last, offset in the target). The offset is in elements; None: the elements are
-    copied from a scratch buffer. An extent has ``each`` elements. Results are cached: a model has few shapes.
+    A run is (first extent, index after the last extent, offset in the target). The offset is in elements. It is None if
+    the elements are copied from a scratch buffer. An extent has ``each`` elements. Results are cached: a model has few
+    shapes.
     """
     start, stop, gap = _spread(box, region)
     first, last = max(start // each, first), min(-(-stop // each), last)

@@ -169,8 +169,8 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
 
     Args:
         directory: the checkpoint.
-        headers: True: ignore the boxes of a file with a damaged header. False: use them, because the data may be intact
-            (see ``repair.py``).
+        headers: if True, the boxes of a file with a damaged header are ignored. Otherwise they are used, because the
+            data may be intact (see ``repair.py``).
 
     Returns:
         The content of the JSON files, and the damage.
@@ -295,7 +295,7 @@ def check_coverage(
         index: the content of the JSON files.
         where: the checkpoint, for messages.
         bad: damaged extents, by ``id()`` of the ``StoredBox``: a dict from the number of an extent to a line about it.
-        names: names of the tensors that count; None: all.
+        names: names of the tensors that count; None means all.
 
     Raises:
         CheckpointInvalid: names the damage that leaves a region uncovered, or the region.
@@ -342,7 +342,7 @@ def check_contents(
         index: the content of its JSON files.
         threads: extents read and hashed at the same time.
         progress: called with the size in bytes of each extent.
-        names: names of the tensors whose extents are hashed; None: all.
+        names: names of the tensors whose extents are hashed; None means all.
 
     Raises:
         CheckpointInvalid: the intact extents do not cover the catalogue.

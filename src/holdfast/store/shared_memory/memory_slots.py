@@ -238,7 +238,11 @@ class Slots:
             path.unlink(missing_ok=True)
 
     def _emptied(self, size_bytes: int, step: int | None = None) -> memoryview:
-        """Zero the marker of the slot of ``step`` (otherwise of an empty or the older slot), and return its memory."""
+        """Choose a slot for a new state, zero its marker, and return its memory.
+
+        The slot is the one that holds the state of ``step``, if any. Otherwise it is an empty slot, or the slot with
+        the older state.
+        """
         held = [marked_step(path) for path in self._paths]
         number = min(range(SLOTS), key=lambda n: (held[n] != step, -1 if held[n] is None else held[n]))
         memory = self._memory(number, size_bytes)
@@ -314,7 +318,9 @@ class Incoming:
 
 
 def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int) -> tuple[int, bytes, bytes]:
-    """Return size and marker of the slot with the state of ``step``, and ``size_bytes`` bytes of the slot at ``start``.
+    """Return the size, the marker and a piece of the slot that holds the state of ``step``.
+
+    The piece is the ``size_bytes`` bytes from offset ``start`` on, or fewer at the end of the slot.
 
     Raises:
         CheckpointInvalid: no slot of ``rank`` has a state of this step.
@@ -455,7 +461,7 @@ def marker_of(step: int, start: int, description: bytes) -> bytes:
 
 
 def words_of(marker: bytes | memoryview) -> tuple[int, ...]:
-    """Return the words of ``marker``; none if ``marker`` has not the size of a marker (the file ends too early)."""
+    """Return the words of ``marker``; an empty tuple if ``marker`` is too short, because the file ends too early."""
     return _FORM.unpack(marker) if len(marker) == MARKER_SIZE_BYTES else ()
 
 
@@ -469,7 +475,7 @@ def _own_digest(words: tuple[int, ...]) -> int:
 
 
 def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
-    """Return each box with its offset in a slot (its digest is a placeholder), and the end offset of the last box."""
+    """Return each box with its offset in a slot and a placeholder for its digest, and the end of the last box."""
     places: list[KeptBox] = []
     end = _DATA_AT
     for meta in layout.tensors:

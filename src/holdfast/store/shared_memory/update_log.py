@@ -239,7 +239,7 @@ def _read(path: Path, data: memoryview, form: _RecordForm, step: int) -> Update:
 
 
 def _form_of(path: Path) -> _RecordForm | None:
-    """Return the form of a log file; None: there is no valid log."""
+    """Return the form of a log file; None if there is no valid log."""
     try:
         with path.open("rb") as file:
             head, size_bytes = file.read(_PROVEN.stop), path.stat().st_size

@@ -8,7 +8,7 @@ is killed, a new writer writes the same share from the same memory. One save is 
 slower than the save interval, the next save is delayed (``busy``), never the training step.
 
 Invariants:
-1. A save contains the state of the call of ``save``, which copies all tensors and encodes all values.
+1. A save contains the state at the time of the call of ``save``. That call copies all tensors and encodes all values.
 2. Every accepted save ends in exactly one call of ``done`` (the caller's function), from the thread that waits for the
    writer.
 3. From the moment ``save`` returns, the checkpoint does not need this process any more.
@@ -94,7 +94,7 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class WriterProcess:
-    """The worker's handle of its writer process (``store/write/writer_process.py``), made by :meth:`start`."""
+    """The worker's handle of its writer process (``store/write/writer_process.py``). :meth:`start` makes it."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, end_fd: int) -> None:
         self.pid = process.pid
@@ -112,8 +112,8 @@ class WriterProcess:
         The call does not wait for the interpreter of the writer to start.
 
         Raises:
-            StoreWriteError: the host has no process, memory or descriptor left for a writer. Nothing of it is left
-                behind.
+            StoreWriteError: the host has no process, memory or descriptor left for a writer. The call has then changed
+                nothing.
         """
         with contextlib.ExitStack() as undo:
             try:
@@ -242,7 +242,10 @@ class BackgroundSaver(Closes):
         return self._pool.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no save is in progress. Return False if ``timeout_s`` seconds ran out before (None: no limit)."""
+        """Wait until no save is in progress, for at most ``timeout_s`` seconds. None sets no limit.
+
+        Return False if a save is still in progress then.
+        """
         return self._idle.wait(timeout_s)
 
     def close(self) -> None:
@@ -365,7 +368,7 @@ class BackgroundSaver(Closes):
 def _stage(
     memory: memoryview, parts: Iterable[tuple[WriteItem, StagedPart]], source: TensorSource, size_bytes: int
 ) -> Iterator[int]:
-    """Copy ``parts`` to their offsets in shared memory. Near the end, yield repeatedly the number of bytes copied."""
+    """Copy ``parts`` to their offsets in shared memory. Yield the number of copied bytes several times near the end."""
     step = max(ARRIVED_SIZE_BYTES_MIN, size_bytes // (ARRIVED_MAX - 1))
     said = int(ARRIVED_FROM * size_bytes) - step
     device = source if isinstance(source, DeviceSource) else None

@@ -69,7 +69,7 @@ class SaveJob(msgspec.Struct, frozen=True):
 
 
 class StagedSave(msgspec.Struct, frozen=True, tag="order"):
-    """Message to the writer, the order to write a save: the offset and size of its :class:`SaveJob` in the pool.
+    """Message to the writer, the order to write a save. It has the offset and size of a :class:`SaveJob` in the pool.
 
     ``arrived_size_bytes`` is the number of tensor bytes that are already in the pool.
     """
@@ -192,7 +192,10 @@ class Pool(Closes):
 
 
 class PoolReader:
-    """The writer's read-only view of the memory that it shares with the worker. A view of grown memory is extended."""
+    """The writer's read-only view of the memory that it shares with the worker.
+
+    When the memory has grown, :meth:`job` maps it again.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -52,7 +52,7 @@ class WorkerLine:
             self._poller.register(self._worker, select.POLLIN)
 
     def receive(self) -> StagedSave | Arrived | Withdrawn | None:
-        """Wait for the next message of the worker, and return it; None: there will be none."""
+        """Wait for the next message of the worker, and return it. Return None if no further message will arrive."""
         # Messages that the worker sent before it died are still in the socket, so the socket comes first.
         ready = [fd for fd, _ in self._poller.poll(0 if self._worker is None else None)]
         if self._line.fileno() not in ready or not (data := self._line.recv(MESSAGE_SIZE_BYTES_MAX)):
