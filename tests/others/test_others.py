@@ -464,6 +464,15 @@ def test_a_sum_that_only_the_first_block_makes_is_refused(
     assert re.search(said, output) and not ended, output
 
 
+def test_a_sum_of_each_block_that_the_first_one_keeps_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the check of the block kept the sum without peers, another one on each rank: exit code 0."""
+    output, ended = run(tmp_path, "naive", "cached_sum", monkeypatch, code=Exit.BAD_INPUT, PLACE="each")
+    said = "ImpureBlockError: step 0: the block sets criterion.divisor once, from a collective, and its check"
+    assert said in output and not ended, output
+
+
 def test_a_job_of_one_process_may_sum_in_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: one of the two runs that are compared has no peers, so its sums were taken for other sums."""
     output, ended = run(tmp_path, "naive", "cached_sum", monkeypatch, ranks=1, PLACE="tensor")

@@ -44,6 +44,7 @@ from holdfast.session.variables.deciding_variables import (
     places_in_script,
     stores,
 )
+from holdfast.session.variables.sums_set_once import sums_set_once
 from holdfast.session.variables.unassigned_variables import NotAssigned
 from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory
 
@@ -79,6 +80,7 @@ class UpdateVariables:
         warns: this rank warns of the variables.
 
     Attributes:
+        set_once: the variables that the block sets once, from what a collective of the script has returned.
         mixed: the ranks have had different values in a vote that passed.
         met: the values of this process have been compared with those of other ranks.
     """
@@ -97,6 +99,7 @@ class UpdateVariables:
         self._left_out: list[object] = []  # objects whose attributes the session keeps for each rank
         self._history = VariableHistory()  # of the variables that the ranks compare
         self._of_rank = VariableHistory()  # of all variables
+        self.set_once: set[str] = set()
         self.mixed = False
         self.met = False
 
@@ -135,6 +138,9 @@ class UpdateVariables:
         found = self._undeclared(placed, places)
         self._names.update(found)
         self._partly |= found.keys() & {each.name for each in placed if each.partly}
+        self.set_once |= {
+            name for name, (at, _) in found.items() if name in sums_set_once(places[: places.index(at) + 1])
+        }
         if self._warns:
             self._file_names.update(self._undeclared(file_variables(places), places))
 
