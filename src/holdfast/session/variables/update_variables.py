@@ -10,7 +10,10 @@ source is searched for such variables, and their values are compared:
   collectives in a block may be lost one after the other, before any vote. The state holds the values at the first step
   of the job and at the newest one (``variable_history.py``);
 - with the rank-local values, if the ranks have different values. These hold the values of each rank in the same way.
-  Arrays that only some steps fill are often the data of one rank, so they are only compared in this way.
+  Arrays that only some steps fill are often the data of one rank, so they are only compared in this way. So are objects
+  in the place of a plain value (``teacher = None``), of which only their presence is compared;
+- with the rank-local values at the end of the first step that has changed a variable, because the values at its update
+  are still those of a start.
 
 A warning names the variables when they change for the first time, before any fault. Another warning names variables
 that decide whether a file is saved (the best result so far): a new process would replace the file of the best result.
@@ -33,7 +36,7 @@ import numpy as np
 from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import owners_of, position_of, values_of
+from holdfast.runtime.worker.script_frames import owners_of, position_of, runs_at, values_of
 from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
@@ -58,12 +61,18 @@ TEXT_LENGTH_SHOWN = 60
 BYTES_MAX = 1 << 20
 LENGTH_MAX = 1000
 DEPTH_MAX = 3
+OBJECT = "an object"
+"""The text for a value that is no plain one, of a variable that has had a plain one (None)."""
 ITEMS_MAX = 4
 """Number of items of a container that are looked at, to tell whether it is state of the session."""
 _CONTAINERS = (list, tuple, dict, deque, set, frozenset)
 HINT_OF_RANK = (
     "keep a value of one rank in s.own or by s.attach(NAME, object) (numbers and lists in its attributes), or compute "
     "it from step.number"
+)
+HINT_OF_ANY = (
+    "keep what decides about an update in session(state={...}), or in s.own if it is of one rank, or compute it from "
+    "step.number"
 )
 HINT = (
     "keep what decides about an update in session(state={...}) (a dict that the code changes after "
@@ -161,6 +170,11 @@ class UpdateVariables:
             if history.continues:
                 history.passes_end(_plain(values_of(history.newest), self._source))
 
+    def enters_loop(self) -> None:
+        """Read the values where this process enters the loop of the state that it continues."""
+        if self._of_rank.continues:
+            self._of_rank.enters(_plain(values_of(self._of_rank.newest), self._source))
+
     def look(self, *, joins: bool) -> None:
         """Read the values at the first update of a block.
 
@@ -172,10 +186,14 @@ class UpdateVariables:
         if not self._names or self._of_rank.values:
             return
         found = _values(self._names)
-        self._of_rank.values = _plain(found, self._source)
+        values = _plain(found, self._source)
+        self._of_rank.values = {
+            **values,
+            **dict.fromkeys((found.keys() & self._of_rank.first) - values.keys(), OBJECT),
+        }
         self._history.values = {
             name: value
-            for name, value in self._of_rank.values.items()
+            for name, value in values.items()
             # An array that some steps fill is often the data of one rank.
             if name not in self._partly or isinstance(found[name], PlainValue | np.generic | None)
         }
@@ -184,7 +202,8 @@ class UpdateVariables:
         if self.again and not joins:
             self.refuse()
         if again := self._of_rank.begun_again(self._names):
-            self._refuse(again, self._of_rank, HINT_OF_RANK)
+            of_rank = all(self._of_rank.newest[name] not in (value, OBJECT) for name, value in again.items())
+            self._refuse(again, self._of_rank, HINT_OF_RANK if of_rank else HINT_OF_ANY)
         self._warn_of_set_once()
 
     def _warn_of_set_once(self) -> None:
@@ -229,7 +248,7 @@ class UpdateVariables:
         begun = ", as at the first step of the job" if history.has_first_values(again) else ""
         raise StepError(
             f"the updates depend on {_shown(again)}{begun}; at the step before: "
-            f"{_shown({name: history.newest[name] for name in again})}. This process continues the job, and the "
+            f"{_shown({name: history.before(name) for name in again})}. This process continues the job, and the "
             "script does not continue with these values",
             hint=f"{hint}; session(verify_block=0) leaves out this check",
         )
@@ -276,11 +295,33 @@ class UpdateVariables:
         Args:
             ended: an epoch ends with the open block.
         """
-        newest = self._of_rank.values or self._of_rank.newest
-        compared = self._history.values or self._history.newest
-        if not newest or (not self.mixed and newest.keys() == compared.keys()):
+        if self._are_of_rank():
+            return {KEY: self._of_rank.kept_after(ended=ended)}
+        # The vote of this step may show that the ranks differ, and a rank may be lost right after it.
+        here, newest = self._of_rank.values, self._of_rank.newest
+        changed = {name for name in self._of_rank.unchanged if here.get(name, newest[name]) != newest[name]}
+        return {KEY: self._of_rank.kept_after(changed, ended=ended)} if changed else {}
+
+    def _are_of_rank(self) -> bool:
+        """Return whether some variables are not compared between the ranks."""
+        every, compared = self._of_rank.values, self._history.values
+        if not every:  # no update in this block
+            every, compared = self._of_rank.newest, self._history.newest
+        return bool(every) and (self.mixed or every != compared)
+
+    def passed(self) -> dict[str, Any]:
+        """Read the variables that have had one value in all updates, where the script takes the next step.
+
+        Return values under ``KEY`` for the rank-local values of this next step; empty: they need no change.
+        """
+        if not (names := self._of_rank.unchanged - self._partly):
             return {}
-        return {KEY: self._of_rank.kept_after(ended=ended)}
+        places = {name: self._names[name][0] for name in names & self._names.keys()}
+        here = {place for place in set(places.values()) if runs_at(place)}
+        values = values_of(name for name, place in places.items() if place in here)
+        if not self._of_rank.passes(_plain(values, self._source)):
+            return {}
+        return {KEY: self._of_rank.kept(None if self._are_of_rank() else names)}
 
     def names(self) -> str:
         """Return the names of the variables as text; empty: there are none."""
