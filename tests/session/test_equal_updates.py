@@ -367,6 +367,40 @@ def test_an_object_that_is_none_again_is_refused() -> None:
     taught(after(taught(Rank(), 0, None, 2)), 2, None, 5)
 
 
+def normalized(rank: Rank, step: int, data: float, until: int) -> dict[str, Any]:
+    """Run a loop whose first step keeps an array of its data. Return the rank-local values at its end."""
+    kept: dict[str, Any] = {}
+    mean = None
+    while step < until:
+        rank.checked.opens()
+        if mean is None:
+            mean = np.full(2, data)
+        if mean.sum() < 99:
+            rank.numbers.of["d"] = [0.1]
+            rank.checked.steps("d", "")
+        rank.checked.ballot(Ballot(step=step))
+        rank.checked.variables.voted(mixed=True)
+        kept = rank.checked.variables.of_rank(ended=False)
+        rank.checked.committed(ended=False)
+        step += 1
+    return kept
+
+
+def test_an_array_of_one_rank_that_a_replacement_sets_from_other_data_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regression: the first array and the newest one were equal, so a third one had not begun again: other weights."""
+    kept = normalized(Rank(), 0, 0.5, 6)
+    with pytest.raises(StepError, match=r"mean = 'an array .*; at the step before: mean = 'an array "):
+        normalized(after(kept), 6, 0.75, 7)
+    normalized(after(kept), 6, 0.5, 7)
+    assert not caplog.messages
+    resumes = Rank(first=True)
+    resumes.checked.variables.stand_at({}, kept)
+    normalized(resumes, 6, 0.75, 7)
+    assert "depend on mean = 'an array (2,) with checksum" in caplog.messages[0], "or another setting"
+
+
 def test_an_object_of_all_steps_is_no_value() -> None:
     assert taught(Rank(), 0, object(), 6) == {}
 

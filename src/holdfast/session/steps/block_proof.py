@@ -14,7 +14,7 @@ Variables on which the updates depend are compared as well: an array of past los
 
 The collectives that the script itself makes are a result, too. A value that a check run has made without peers, and
 that the script keeps for later blocks, would be one of local data. If each block makes the collective, and only the
-first one keeps its result, the runs agree. Such variables are found in the source (``sums_set_once.py``).
+first one keeps its result, the runs agree. Such variables are found in the source (``set_once.py``).
 
 Invariants:
 1. A check run changes nothing: its effects are undone like those of an aborted step.
@@ -162,7 +162,7 @@ class Prover:
 
     def _refuse_set_once(self, step: Step) -> None:
         """Raise ImpureBlockError if the block sets a variable once, from what a collective has returned."""
-        if names := sorted(self._deciding.set_once):
+        if names := sorted(name for name, summed in self._deciding.set_once.items() if summed):
             raise ImpureBlockError(
                 f"step {step.number}: the block sets {', '.join(names[:_TOLD_MAX])} once, from a collective, and its "
                 "check, which has no peers, has set it from the data of this rank alone",

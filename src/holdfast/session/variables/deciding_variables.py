@@ -121,7 +121,7 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
     """
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
-        loop = _outermost(places[: depth + 1])
+        loop = outermost_loop(places[: depth + 1])
         tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
         names = carried(loop, tests).items()
         found.update((PlacedVariable(name, place, partly), None) for name, partly in names)
@@ -133,7 +133,7 @@ def stores(places: Places) -> tuple[PlacedVariable, ...]:
     """Return the containers, elements, attributes and tensors that the loops at ``places`` change in place."""
     found: dict[PlacedVariable, None] = {}
     for depth, place in enumerate(places):
-        names = sorted(changed(_outermost(places[: depth + 1])))
+        names = sorted(changed(outermost_loop(places[: depth + 1])))
         found.update((PlacedVariable(name, place, partly=False), None) for name in names)
     return tuple(each for each in found if LOCAL not in each.name)
 
@@ -149,7 +149,7 @@ def lasting_variables(places: Places) -> frozenset[str]:
     The outermost loop, with the bodies of the functions that it calls, writes them only from their own values, or under
     conditions that are not about the position in an epoch.
     """
-    loop = _outermost(places)
+    loop = outermost_loop(places)
     reset = _names_of_items(loop)
     for assignment, tests in assigned(loop):
         value = assigned_value(assignment)
@@ -169,7 +169,7 @@ def renewed_containers(places: Places) -> frozenset[str]:
     """
     found: set[str] = set()
     for depth in range(len(places)):
-        loop = _outermost(places[: depth + 1])
+        loop = outermost_loop(places[: depth + 1])
         for assignment, _ in assigned(loop):
             value = assigned_value(assignment)
             names = {name for name in written(targets(assignment)) if _holds_objects(value_now(name))}
@@ -189,7 +189,7 @@ def _holds_objects(value: object) -> bool:
 @cache
 def counts(places: Places) -> frozenset[str]:
     """Return the names of variables at the outermost of ``places`` that the loop only adds to (``seen += 1``)."""
-    loop = _outermost(places)
+    loop = outermost_loop(places)
     others = _names_of_items(loop)
     added: set[str] = set()
     for assignment, _ in assigned(loop):
@@ -202,7 +202,7 @@ def counts(places: Places) -> frozenset[str]:
 
 
 @cache
-def _outermost(places: Places) -> ast.AST:
+def outermost_loop(places: Places) -> ast.AST:
     """Return the outermost loop around the last of ``places``, with the bodies of the functions that it calls.
 
     Without a loop, the result is an empty module.

@@ -47,9 +47,9 @@ from holdfast.session.variables.deciding_variables import (
     places_in_script,
     stores,
 )
-from holdfast.session.variables.sums_set_once import sums_set_once
+from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.unassigned_variables import NotAssigned
-from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory
+from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory, is_array
 
 log = logging.getLogger("holdfast")
 
@@ -89,7 +89,7 @@ class UpdateVariables:
         warns: this rank warns of the variables.
 
     Attributes:
-        set_once: the variables that the block sets once, from what a collective of the script has returned.
+        set_once: the variables that the script sets once. True: the block does so from what a collective has returned.
         mixed: the ranks have had different values in a vote that passed.
         met: the values of this process have been compared with those of other ranks.
     """
@@ -108,7 +108,7 @@ class UpdateVariables:
         self._left_out: list[object] = []  # objects whose attributes the session keeps for each rank
         self._history = VariableHistory()  # of the variables that the ranks compare
         self._of_rank = VariableHistory()  # of all variables
-        self.set_once: set[str] = set()
+        self.set_once: dict[str, bool] = {}
         self.mixed = False
         self.met = False
 
@@ -147,9 +147,10 @@ class UpdateVariables:
         found = self._undeclared(placed, places)
         self._names.update(found)
         self._partly |= found.keys() & {each.name for each in placed if each.partly}
-        self.set_once |= {
-            name for name, (at, _) in found.items() if name in sums_set_once(places[: places.index(at) + 1])
-        }
+        for name, (at, _) in found.items():
+            once = set_once(places[: places.index(at) + 1])
+            if name in once:
+                self.set_once[name] = once[name]
         if self._warns:
             self._file_names.update(self._undeclared(file_variables(places), places))
 
@@ -204,21 +205,34 @@ class UpdateVariables:
         if again := self._of_rank.begun_again(self._names):
             of_rank = all(self._of_rank.newest[name] not in (value, OBJECT) for name, value in again.items())
             self._refuse(again, self._of_rank, HINT_OF_RANK if of_rank else HINT_OF_ANY)
-        self._warn_of_set_once()
+        self._note_set_once(joins=joins)
 
-    def _warn_of_set_once(self) -> None:
-        """Warn of numbers that were the same in all steps of the job until now, if this process continues the job.
+    def _note_set_once(self, *, joins: bool) -> None:
+        """Warn of numbers and arrays that were the same in all steps of the job until now, and have another value.
 
-        The script may set them once from data (the first loss). It may also have been started with another setting.
+        The script may set them once from data (the first loss). It may also have been started with another setting. A
+        replacement has the settings of the lost process, so an array of one rank is refused there. A number may be a
+        time.
+
+        Raises:
+            StepError: such an array differs in a replacement.
         """
-        new = self._history.set_once()
-        if new and self._history.continues and self._warns and self._told.isdisjoint(new):
+        arrays = {
+            name: value
+            for name, value in self._of_rank.set_once().items()
+            if is_array(value) and name in self.set_once
+        }
+        if joins and arrays:
+            self._refuse(arrays, self._of_rank, HINT_OF_RANK)
+        found = {**self._history.set_once(), **arrays}
+        new = {name: value for name, value in found.items() if name in self.set_once or not is_array(value)}
+        if new and self._warns and self._told.isdisjoint(new):
             self._told.update(new)
             log.warning(
                 "holdfast: the updates depend on %s, until now on %s. What the script sets once from data is kept in "
                 "session(state={...}): a process that joins or resumes would set it again",
                 _shown(new),
-                _shown({name: self._history.newest[name] for name in new}),
+                _shown({**self._of_rank.newest, **self._history.newest}, new),
             )
 
     def _warn(self, what: str, names: Names, values: Mapping[str, PlainValue]) -> None:
@@ -450,5 +464,6 @@ def _content_as_text(content: bytes) -> str:
     return f"with checksum {zlib.crc32(content):08x}" if content.strip(b"\0") else ZEROS
 
 
-def _shown(values: Mapping[str, PlainValue]) -> str:
-    return ", ".join(f"{name} = {value!r}" for name, value in list(values.items())[:VARIABLES_MAX])
+def _shown(values: Mapping[str, PlainValue], names: Iterable[str] | None = None) -> str:
+    shown = list(values if names is None else names)[:VARIABLES_MAX]
+    return ", ".join(f"{name} = {values[name]!r}" for name in shown)

@@ -27,6 +27,15 @@ ZEROS = "of zeros"
 """The end of the text for an array or tensor that has only zeros."""
 
 
+ARRAYS = ("an array ", "a tensor ")
+"""The begin of the text for an array or a tensor."""
+
+
+def is_array(value: PlainValue) -> bool:
+    """Return whether ``value`` stands for an array or a tensor."""
+    return isinstance(value, str) and value.startswith(ARRAYS)
+
+
 class _Record(NamedTuple):
     """The values of variables at the first step of the job and at the newest one.
 
@@ -139,12 +148,17 @@ class VariableHistory:
         return all(self._record.first.get(name) == value for name, value in values.items())
 
     def set_once(self) -> dict[str, PlainValue]:
-        """Return the numbers in the open block that differ from all steps before, in which they were the same."""
+        """Return the numbers, arrays and tensors in the open block that were the same in all steps before, and differ.
+
+        Empty if this process does not continue the job.
+        """
         first, newest, *_ = self._record
         return {
             name: value
             for name, value in self.values.items()
-            if isinstance(value, float) and first.get(name, value) == newest.get(name, value) != value
+            if self.continues
+            and (isinstance(value, float) or is_array(value))
+            and first.get(name, value) == newest.get(name, value) != value
         }
 
     def kept(self, names: Container[str] | None = None) -> list[Any]:

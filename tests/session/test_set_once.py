@@ -1,4 +1,4 @@
-"""Variables that a block sets once from what a collective of the script has returned, found in its source."""
+"""Variables that a script sets once, also from what a collective of the script has returned, found in its source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.session.variables.sums_set_once import sums_set_once
+from holdfast.session.variables.set_once import set_once
 
 HEAD = """
 mean = None
@@ -38,11 +38,11 @@ BLOCKS: dict[str, set[str]] = {
 }
 
 
-def found(tmp_path: Path, text: str) -> frozenset[str]:
-    """Return what is found for the line with ``optimizer.step()``."""
-    (file := tmp_path / "train.py").write_text(text)
+def found(tmp_path: Path, text: str, *, summed: bool = True) -> set[str]:
+    """Return what is found for the line with ``optimizer.step()``. ``summed``: from a collective."""
+    (file := tmp_path / f"train{len([*tmp_path.iterdir()])}.py").write_text(text)  # trees of files are kept
     line = next(n for n, code in enumerate(text.splitlines(), 1) if "optimizer.step()" in code)
-    return sums_set_once(((str(file), line),))
+    return {name for name, kind in set_once(((str(file), line),)).items() if kind >= summed}
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -53,6 +53,19 @@ def test_a_variable_that_keeps_what_a_collective_has_returned(tmp_path: Path, bl
 
 def test_code_outside_of_a_block_and_a_script_without_a_block_have_none(tmp_path: Path) -> None:
     code = "dist.all_reduce(value)\n    if mean is None:\n        mean = value"
-    assert found(tmp_path, HEAD.replace("before(step)", code) + "        optimizer.step()\n") == frozenset()
-    assert found(tmp_path, f"for step in steps:\n    {code}\n    optimizer.step()\n") == frozenset()
-    assert found(tmp_path, "optimizer.step()\n") == frozenset()
+    assert found(tmp_path, HEAD.replace("before(step)", code) + "        optimizer.step()\n") == set()
+    assert found(tmp_path, f"for step in steps:\n    {code}\n    optimizer.step()\n") == set()
+    assert found(tmp_path, "optimizer.step()\n") == set()
+
+
+ONCE = "if mean is None:\n            mean = value\n        optimizer.step()\n"
+
+
+def test_a_variable_that_no_other_code_of_the_loop_sets(tmp_path: Path) -> None:
+    assert found(tmp_path, f"{HEAD}        {ONCE}", summed=False) == {"mean"}
+    assert (
+        found(
+            tmp_path, f"{HEAD}        {ONCE}    if step.last_in_epoch:\n        mean = None\n", summed=False
+        )
+        == set()
+    )

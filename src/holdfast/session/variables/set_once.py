@@ -1,6 +1,9 @@
-"""The variables that a block sets once, from what a collective of the script has returned.
+"""The variables that a script sets once, and those of them that follow from a collective of the script.
 
-Theory. A block may set a statistic if it has none yet, from a sum over the ranks that each block makes::
+Theory. A variable that the first block sets from its data, and later blocks use, is set from other data by a process
+that joins or resumes.
+
+A block may set a statistic if it has none yet, from a sum over the ranks that each block makes::
 
     dist.all_reduce(mean)
     if self.mean is None:
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 from holdfast.runtime.worker.script_frames import owners_of
@@ -31,7 +34,7 @@ from holdfast.session.variables.data_flow import (
     targets,
     written,
 )
-from holdfast.session.variables.deciding_variables import Places, block_at
+from holdfast.session.variables.deciding_variables import Places, block_at, outermost_loop
 
 _COLLECTIVE = re.compile(r"(all_(reduce|gather|to_all)\w*|reduce_scatter\w*|broadcast(_object_list)?)$")
 _OUTPUTS = ("tensor", "tensor_list", "output", "output_tensor", "object_list", "output_tensor_list")
@@ -39,25 +42,33 @@ _OUTPUTS = ("tensor", "tensor_list", "output", "output_tensor", "object_list", "
 
 
 @cache
-def sums_set_once(places: Places) -> frozenset[str]:
-    """Return the names of the variables at the last of ``places`` that the block there sets once from a collective."""
-    block = block_at(places)
-    if block is None:
-        return frozenset()
-    search = _SumSearch()
-    search.run([block])
-    return frozenset(search.found)
+def set_once(places: Places) -> Mapping[str, bool]:
+    """Return the variables at the last of ``places`` that the loop there sets once.
+
+    The value is True if the block sets the variable from a collective.
+    """
+    found: dict[str, bool] = {}
+    for node, inside in ((outermost_loop(places), False), (block_at(places), True)):
+        if node is not None:
+            search = _OnceSearch()
+            search.run([node])
+            found |= dict.fromkeys(search.sums if inside else search.once - search.others, inside)
+    return found
 
 
-class _SumSearch:
-    """The search in one block.
+class _OnceSearch:
+    """The search in one loop or block.
 
     Attributes:
-        found: the variables that are set once from a collective.
+        once: the variables that are set once.
+        others: the variables that are set otherwise.
+        sums: those of ``once`` that are set from a collective.
     """
 
     def __init__(self) -> None:
-        self.found: set[str] = set()
+        self.once: set[str] = set()
+        self.others: set[str] = set()
+        self.sums: set[str] = set()
         self._summed: set[str] = set()
         self._once = False  # the current statement is under a condition about what is assigned under it
 
@@ -98,10 +109,11 @@ class _SumSearch:
         value, names = assigned_value(node), written(targets(node))
         if value is None:
             return
+        once = self._once or any(_is_about(test, [node]) for test in _tests_in(value))
+        (self.once if once else self.others).update(names)
         if any(map(_is_collective, ast.walk(value))) or self._is_summed(names_in([value])):
             self._summed |= names
-            if self._once or any(_is_about(test, [node]) for test in _tests_in(value)):
-                self.found |= names
+            self.sums |= names & self.once
         elif not isinstance(node, ast.AugAssign):
             self._summed -= names
 
