@@ -172,7 +172,8 @@ def renewed_containers(places: Places) -> frozenset[str]:
         loop = outermost_loop(places[: depth + 1])
         for assignment, _ in assigned(loop):
             value = assigned_value(assignment)
-            names = {name for name in written(targets(assignment)) if _holds_objects(value_now(name))}
+            own = (name for name in written(targets(assignment)) if LOCAL not in name)
+            names = {name for name in own if _holds_objects(value_now(name))}
             if value is not None and names:
                 found |= names & carried(loop, [value]).keys()
     return frozenset(found)
