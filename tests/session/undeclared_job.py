@@ -1,7 +1,7 @@
 """A training with a second model that the script changes behind the update, outside of the session.
 
 Argument: the number of steps between two changes; ``renewed``: rank 0 alone has an average of the weights, in a dict
-that each step makes anew.
+that each step makes again.
 """
 
 from __future__ import annotations
