@@ -52,10 +52,13 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """A stream of the same rows, without indices."""
+    """A stream of the same rows, without indices. One row may be changed."""
+
+    def __init__(self, changed: int = -1) -> None:
+        self._changed = changed
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        rows = Rows()
+        rows = Rows(changed=self._changed)
         yield from (rows[index] for index in range(len(rows)))
 
 
@@ -85,6 +88,14 @@ def test_a_dataset_that_was_changed_behind_the_checkpoint_is_an_error(tmp_path: 
     ):
         train(tmp_path, DataLoader(Rows(changed=5), 2), 5)
     assert len(train(tmp_path, DataLoader(Rows(changed=5), 2), 5, verify_data=False)) == 2
+
+
+def test_the_advice_about_a_stream_names_no_sampler(tmp_path: Path) -> None:
+    train(tmp_path, DataLoader(Stream(), 2), 3)
+    with pytest.raises(DataError, match="the DataLoader gives another batch for step 2") as raised:
+        train(tmp_path, DataLoader(Stream(changed=5), 2), 5)
+    assert raised.value.hint is not None
+    assert "shuffle it with a fixed seed" in raised.value.hint and "sampler" not in raised.value.hint
 
 
 @pytest.mark.parametrize("until", [3, STEPS, STEPS + 1])

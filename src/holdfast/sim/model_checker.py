@@ -194,8 +194,10 @@ def _put(boxes: tuple[tuple[Mail, ...], ...], i: int, mail: Mail) -> tuple[tuple
 def _moved(state: CheckedState, i: int, rank: RankNow | None) -> CheckedState:
     """Return ``state`` with rank ``i`` replaced by ``rank``.
 
-    If the rank is fenced and has settled, its report to the coordinator is also queued. A ``rank`` of None raises
-    ``Violation``: the table of the step machine has no row for the event.
+    If the rank is fenced and has settled, its report to the coordinator is also queued.
+
+    Raises:
+        Violation: ``rank`` is None, because the table of the step machine has no row for the event.
     """
     if rank is None:
         raise Violation("table_has_the_row", f"rank {i} in {state}")

@@ -224,7 +224,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
 
 
 def _answers_the_same(failure: Failure, history: Sequence[Answered]) -> bool:
-    """Return whether the last recovery had the same cause as ``failure``, so that another one would have it again."""
+    """Return whether ``failure`` also caused the last recovery, so that a further recovery would not help."""
     for answered in reversed(history):
         told = {occurrence for digest, _, occurrence in answered.failures if digest == failure.digest}
         if told != {failure.occurrence}:  # otherwise a recovery of this very failure was interrupted

@@ -71,7 +71,7 @@ def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | No
 
 
 def _least(final: list[_Count]) -> list[_Count]:
-    """Return the smallest count, and the smallest one of ranks that have started at another time."""
+    """Return the smallest count, and the smallest count of ranks that have started at another time than its rank."""
     if not final:
         return []
     first = min(final, key=lambda count: count.made)

@@ -63,8 +63,9 @@ def in_force(
 
     Args:
         lines: for each record its place, its parsed data and the line itself, in the order of the log.
-        without_place: whether lines without a place are in force. They are on one node, where no line has a place, and
-            for a controller that is alone, because it continues the decisions of an earlier controller of its node.
+        without_place: whether lines without a place are in force. Give True in a job of one node, where no line has a
+            place. Give True also for a controller that is alone: it continues the decisions of an earlier controller
+            of its node.
     """
     kept: list[tuple[LinePlace, Line]] = []
     newest = 0

@@ -32,7 +32,7 @@ class MadeOnce:
     def asked(self, member: Member, event: OnceAsked) -> None:
         """Send a rank the value that is kept under ``event.name``.
 
-        If none is kept yet, first keep the value in ``event``.
+        If no value is kept yet, first keep the value that ``event`` proposes.
         """
         place = member.rank, event.name
         full = False

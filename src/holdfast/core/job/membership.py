@@ -235,10 +235,11 @@ class Roster:
         return self._homes
 
     def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
-        """Keep the layout that a rank has published. Return all layouts if all now have that version; else None.
+        """Keep the layout that a rank has published.
 
-        If the rank sends the same layout again, all layouts are also returned: the answer may have been lost with an
-        agent.
+        Returns:
+            The layouts of all ranks if they now have the version of this layout for the first time, or if the rank has
+            sent the layout again: the answer to the rank may have been lost with an agent. Otherwise None.
         """
         before = self.layouts.get(layout.rank)
         again = before is not None and before.by_itself and before.version == layout.version

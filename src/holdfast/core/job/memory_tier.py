@@ -79,7 +79,7 @@ def replacement_step(
     elsewhere: Elsewhere,
     sealed_step: int,
 ) -> int:
-    """Return the step at which lost ranks can be replaced from memory while the others live on; ``NONE``: no step."""
+    """Return the step at which lost ranks can be replaced from memory beside the living ranks; ``NONE``: no step."""
     if decided.step is None:
         return NONE
     kept = kept_by(members, answers, elsewhere)

@@ -236,7 +236,7 @@ class Replacement:
         return [RankReport(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
 
     def went_back(self, step: int) -> None:
-        """Change the pages of replaced members to at most ``step``, because all ranks were ordered back to it."""
+        """Lower the steps in the last pages of replaced members to ``step``: all ranks were ordered back to it."""
         self._pages = {
             rank: msgspec.structs.replace(page, state="ready", step=min(page.step, step))
             for rank, page in self._pages.items()

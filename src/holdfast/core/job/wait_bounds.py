@@ -117,7 +117,7 @@ class Bounds:
             self._begin(wait, Running(running.bound_s, set(), again=True))
 
     def halt(self, now: float, awaited: Sequence[Member]) -> None:
-        """Kill the members of ``awaited`` whose processes are stopped, unless most processes are (a suspended job)."""
+        """Kill the members of ``awaited`` whose processes are stopped. If most of the job is stopped, do nothing."""
         stopped = frozenset().union(*self._stopped.values())
         living = self.job.roster.living
         if not stopped or 2 * sum(m.member_id in stopped for m in living) > max(len(living), 2):

@@ -31,7 +31,12 @@ class Layout(NamedTuple):
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """The layouts of many ranks. ``ranks`` maps each rank (as text) to its own part and to the index of its table."""
+    """The layouts of many ranks, with each different table once.
+
+    Attributes:
+        tables: the different tables.
+        ranks: for each rank (as text) the part of the layout that only this rank has, and the index of its table.
+    """
 
     tables: tuple[bytes, ...]
     ranks: dict[str, tuple[bytes, int]]

@@ -108,8 +108,8 @@ class OutsideCollective(msgspec.Struct, frozen=True, array_like=True):
     """One collective that a script makes outside of a block.
 
     Attributes:
-        what: its kind and its place in the script, as text.
-        variables: variables of the script that may decide whether it makes this collective.
+        what: kind of the collective, and its place in the script, as text.
+        variables: variables of the script that may decide whether the script makes this collective.
     """
 
     what: str
@@ -129,7 +129,7 @@ class OutsideCollectives(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def made_in(generation: Generation, step: int, outside: OutsideCollectives | None) -> int:
-    """Return the number of these collectives before the block of ``step``; 0 if ``outside`` is of another moment."""
+    """Return how many collectives ``outside`` counts before the block of ``step``; 0: it is of another moment."""
     if outside is None or (outside.generation, outside.step) != (generation, step):
         return 0
     return outside.made

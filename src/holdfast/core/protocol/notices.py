@@ -36,7 +36,7 @@ class Notice(Message, frozen=True):
 
 
 class NoticeOver(Message, frozen=True):
-    """Message to every agent that the notices of ``source`` about a node are over; empty: all its notices."""
+    """Message to every agent that notices about a node are over: those of ``source``; empty: those of all sources."""
 
     node_id: NodeId
     source: str = ""

@@ -42,7 +42,7 @@ class Paces:
         return tuple(self._told)
 
     def tell(self, node_id: NodeId, paces: Sequence[StepTime]) -> None:
-        """Replace the medians of one node by those of its newest message."""
+        """Replace the median step times of one node by those in ``paces``, the newest message of the node."""
         self.forget(node_id)
         known = [p for p in paces if p.samples >= PACE_SAMPLES_MIN and not isnan(p.busy_s)]
         for pace in known:

@@ -132,7 +132,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> bool:
-        """True if this vote did not pass for a cause that an error or a report of its own names."""
+        """True if this vote did not pass, and a separate error or report names the cause."""
         return not self.passed and (self.differ or self.nonfinite or self.diverged or self.began_again)
 
     @staticmethod

@@ -129,7 +129,7 @@ class SharesRandomNumbers(Protocol):
         """The streams of all copies of the model; None: each copy has separate streams."""
 
     def compare_generators(self) -> Streams:
-        """Compare the generators of this rank with those of all ranks, which call it too. Raises: PeerLost."""
+        """Compare the generators of this rank with those of all ranks. All ranks call it. Raises: PeerLost."""
 
     def draw_from(self, streams: Streams | None) -> None:
         """Draw random numbers from these streams from now on. Set ``streams``."""
@@ -244,10 +244,10 @@ class DescribesUpdates(Protocol):
         """
 
     def declares(self, value: object) -> bool:
-        """Return whether the state of the session has the tensor ``value``, or the attributes of this object."""
+        """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
 
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
-        """Return the content of a tensor in the memory of the processor.
+        """Return the content of a tensor on the CPU.
 
         None: ``value`` is no such tensor, or is larger than ``size_bytes_max``.
         """

@@ -52,7 +52,10 @@ def no_leaf(value: Any, path: str) -> Plain:
 
 
 def tensor_value(stands_for: Plain) -> dict[str, Plain]:
-    """Return the plain value that stands for a tensor; ``stands_for`` is its name, or what ``leaf`` has returned."""
+    """Return the plain value that stands for a tensor.
+
+    ``stands_for`` is the name of the tensor, or the value that ``leaf`` has returned for it.
+    """
     return {MARK: "tensor", "v": stands_for}
 
 

@@ -314,11 +314,11 @@ class TorchAdapter:
         return scheduled_settings(self.state.optimizers[optimizer].optimizer)
 
     def declares(self, value: object) -> bool:
-        """Return whether the state of the session has the tensor ``value``, or the attributes of this object."""
+        """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
         return self.state.declares(value)
 
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
-        """Return the content of a small tensor in the memory of the processor; None: ``value`` is none."""
+        """Return the content of ``value``, a small tensor on the CPU; None: ``value`` is no such tensor."""
         return content_of(value, size_bytes_max)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:

@@ -66,7 +66,7 @@ def uses_of(version: Version, feature: Feature | None = None) -> list[Use]:
 
 
 def failures(feature: Feature) -> list[str]:
-    """Return one text for each name of ``feature`` that fails its check on the installed torch."""
+    """Check the private names of torch that ``feature`` needs. Return one text for each name that fails the check."""
     return [wrong for use in uses_of(version_of(torch.__version__), feature) if (wrong := probe(use))]
 
 

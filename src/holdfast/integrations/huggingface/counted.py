@@ -47,7 +47,7 @@ class CountedValues:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the ``with`` body, a part of the block, and note the attributes that change in it, even on an abort."""
+        """Note which attributes of the Trainer change in the ``with`` body, also if a fault aborts the body."""
         before = self._found()
         try:
             yield

@@ -211,7 +211,7 @@ def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
     """Remove the pointer files of ended processes. A pointer file of another job that cannot be read stays.
 
     Raises:
-        UsageError: a living process has written ``pointer``, or it cannot be read.
+        UsageError: a living process has written ``pointer``, or ``pointer`` cannot be read.
     """
     found = _read(pointer)
     if found is not None:
@@ -230,7 +230,7 @@ def _read(pointer: Path) -> Pointer | None:
     """Return the pointer to a run (directory and agent) in a file; None: no such file, or its writer has ended.
 
     Raises:
-        UsageError: it is not known, because the file or the state of its writer cannot be read.
+        UsageError: the file cannot be read, or it is not known whether its writer still runs.
     """
     try:
         found = msgspec.json.decode(pointer.read_bytes(), type=Pointer)

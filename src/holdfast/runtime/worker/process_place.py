@@ -55,7 +55,7 @@ def refuse_started_by_script() -> None:
     """Refuse to run as a rank that rank 0 has started by running the script again.
 
     Fabric and Lightning start ranks in this way without a launcher. Rank 0 was started alone, so its process groups
-    are torch's own and not Holdfast's. In these groups it would wait for this rank forever.
+    are torch's own and not Holdfast's. In these groups rank 0 would wait for this rank forever.
 
     Raises:
         UsageError: this process is such a rank.

@@ -74,10 +74,10 @@ def owners_of(name: str) -> tuple[str, ...]:
 
 
 def name_outside(function: FunctionType, name: str) -> str:
-    """Return the name by which :func:`values_of` finds a variable that a function uses and that is outside of it.
+    """Return the name by which :func:`values_of` finds a variable that ``function`` uses and does not define itself.
 
-    It is ``FUNCTION:NAME`` for a variable of the function around, which may have returned, and ``MODULE:NAME`` for a
-    global variable. Empty: there is no such variable now.
+    The name is ``FUNCTION:NAME`` for a variable of the enclosing function, which may have returned, and ``MODULE:NAME``
+    for a global variable. Empty: there is no such variable now.
     """
     free = function.__code__.co_freevars
     if name in free and function.__closure__ is not None:
@@ -114,8 +114,8 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
 
     Args:
         names: the variables, attributes, and elements of dicts. A variable may have a name of :func:`name_outside`.
-        place: file and line of the function of these variables. Frames inside of it do not count: a method of another
-            object has another ``self``.
+        place: file and line of the function that uses these variables. Frames of functions that it has called do not
+            count: a method of another object has another ``self``.
     """
     found: dict[str, object] = {}
     frames = _frames_from(place)
@@ -143,7 +143,7 @@ def variable_of(value: object, place: tuple[str, int]) -> str:
 
 
 def _frames_from(place: tuple[str, int] | None) -> list[FrameType]:
-    """Return the frames of the script from that of the function at ``place`` on; all of them if it is not there."""
+    """Return the script's frames from that of the function at ``place`` outward; all if no frame runs that function."""
     frames = list(frames_outside((OURS, *LIBRARIES)))
     outer = [index for index, frame in enumerate(frames) if place and has_line(frame.f_code, *place)]
     return frames[outer[0] if outer else 0 :]

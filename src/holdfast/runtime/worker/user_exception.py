@@ -148,9 +148,11 @@ def words_of(error: BaseException) -> str:
 
 
 def _with_cause(text: str) -> str:
-    """Return the text of an error. If torch made it about a caught exception, repeat its last line in its first line.
+    """Return the text of an error, with the name of the original exception in the first line.
 
-    The first line of such a text says only where torch caught the exception. The last line names the exception.
+    Some errors of torch are about an exception that torch has caught. The first line of such a text has only the place
+    where torch caught the exception, and the last line names the exception. So the last line is repeated in the first
+    one. Other texts are returned unchanged.
     """
     caught = _CAUGHT.match(text)
     return (

@@ -1,9 +1,9 @@
 """The connection of a worker to the agent of its node: one daemon thread with sockets of the standard library.
 
 Every collective releases the GIL. So the thread works while the main thread is in C++, and a fence always arrives. When
-the agent dies, the thread reads the endpoint file until a successor answers. It then sends the queued messages. Of
-some types (``REPEATED``) it also sends the last message again, because the dead agent may not have passed that message
-on. The successor may lack some messages that this process has received. They are sent to the successor as well
+the agent dies, the thread reads the endpoint file until a successor answers. It then sends the queued messages. It also
+sends the last message of each type in ``REPEATED`` again, because the dead agent may not have passed that message on.
+The successor may lack some messages that this process has received. They are sent to the successor as well
 (:meth:`WorkerClient.repeat`).
 """
 

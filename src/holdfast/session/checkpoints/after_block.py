@@ -61,7 +61,7 @@ class AfterBlock:
         self._left_with = ""  # digest of the state that the exit has saved
 
     def committed(self, tally: Tally) -> None:
-        """Keep the requests in ``tally``, the votes on a committed step, until the code after its block has run.
+        """Keep the requests in ``tally``, the sum of the votes on a step, until the code after its block has run.
 
         If all ranks have agreed to exit, save at once.
         """

@@ -262,12 +262,13 @@ class Checkpointer:
                 self._rank.enter(Phase.READY)
 
     def _write(self, save_id: SaveId, root: Place, wait: bool) -> WrittenShare | HoldfastError | None:
-        """Write the share of this rank and report it. Return it, or the error, which is reported too.
+        """Write the share of this rank, and report the written share or the error to the controller.
 
-        Without ``wait``, and after a fault, return None.
+        Returns:
+            The written share, or the error of the write. None without ``wait``, and after a fault.
 
         Raises:
-            HoldfastError: the state cannot be read. This is reported.
+            HoldfastError: only with ``wait``. The state cannot be read. The error is reported before it is raised.
         """
         try:
             return self._save(save_id, root, wait)
@@ -285,7 +286,12 @@ class Checkpointer:
             return None
 
     def _is_whole(self, save_id: SaveId, root: Place, share: WrittenShare | HoldfastError) -> bool:
-        """Return whether the checkpoint is sealed, after this rank has reported its share, or why there is none.
+        """Wait until all ranks have written their shares. Return whether the checkpoint is sealed.
+
+        Args:
+            save_id: id of the save.
+            root: the place of the checkpoints.
+            share: the written share of this rank, or the error that prevented it.
 
         Raises:
             HoldfastError: this rank or another one could not write its share.
@@ -470,7 +476,13 @@ class Checkpointer:
             log.error("holdfast: this rank cannot give its state: %s", error)
 
     def _vouch(self, client: WorkerClient, settle: Settle, frozen: bool) -> None:
-        """Send layout and digests of the state to save or give; ``frozen``: that of the start of an aborted block."""
+        """Publish the layout of the state that will be saved or given, and send its digests.
+
+        Args:
+            client: the connection to the agent.
+            settle: the decision that asks for the digests.
+            frozen: use the state of the start of an aborted block.
+        """
         copies: tuple[CopyDigest, ...] = ()
         try:
             self._require_weights()

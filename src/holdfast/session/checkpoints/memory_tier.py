@@ -68,7 +68,7 @@ class Stamp(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """The newest copy: the generation in which it was made, when, and its duration."""
+    """The newest copy: the generation and the time at which it was made, and the duration of the copying."""
 
     generation: Generation
     at_s: float
@@ -131,7 +131,10 @@ class MemoryTier:
         return () if self._slots is None else self._slots.steps(whole=self._pull is not None)
 
     def start(self, step: int) -> None:
-        """Begin at ``step`` or go back to it. Drop the kept states of other steps, and keep that of ``step`` if due."""
+        """Begin at ``step``, or go back to ``step``. Drop the kept states of all other steps.
+
+        If states are kept at a fixed interval and the state of ``step`` is not kept yet, keep that state now.
+        """
         if self._slots is None:
             return
         self._stamped = None

@@ -319,10 +319,10 @@ class ResumeSearch:
                 raise
             self._client.kv("set", (key,), json.dumps(message).encode())
             return found
-        when = "before rank 0 had said what to resume from"
+        when = "before rank 0 had sent the checkpoints to resume from"
         said = published(self._client, key, when, wait_s=LIST_TIMEOUT_S)
         if not said:
-            raise NothingToResume("rank 0 did not say what to resume from (timeout)")
+            raise NothingToResume("rank 0 did not send the checkpoints to resume from (timeout)")
         told = json.loads(said)
         if "error" in told:
             elsewhere = "" if told["host"] == socket.gethostname() else f"rank 0 on {told['host']}: "

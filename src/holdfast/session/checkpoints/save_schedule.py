@@ -51,7 +51,7 @@ class SaveSchedule:
         self._said = False
 
     def start(self, step: int) -> None:
-        """Restart the counts of steps and time since the last save at ``step``, whose state is saved, loaded or new."""
+        """Begin to count steps and time since the last save: the state of ``step`` is saved, loaded or new."""
         self._last_step, self._last_s = step, time.monotonic()
 
     def measured(self, *, stall_s: float = 0.0, durable_s: float = 0.0) -> None:

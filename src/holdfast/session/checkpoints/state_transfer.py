@@ -192,7 +192,8 @@ def take(
 
     Args:
         order: the order of the controller, with the addresses and layouts of the survivors.
-        again: state made again by logged updates on a kept state, for boxes that no survivor holds; None: not made.
+        again: a kept state on which logged updates were made again. It gives the boxes that no survivor holds. None:
+            there is no such state.
 
     Raises:
         CheckpointMismatch: this process has built another model than the process it replaces.

@@ -21,6 +21,7 @@ from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StateError
 from holdfast.frameworks.common.adapter import Collected, StateAdapter
 from holdfast.frameworks.common.optional_abilities import ComparesCopies
+from holdfast.frameworks.common.state_tree import Plain
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
 from holdfast.store.layouts.layout import TensorMeta
@@ -55,32 +56,43 @@ class TransferSnapshot:
         if not at_block:
             return before, at_block
         now = adapter.collect(frozen=frozen)
-        if self._differ(before, now):
+        if changed := self._changed(before, now):
             rank.moved(ScriptEvent.STRAYED)
             raise StateError(
-                f"the script has changed it before the block of step {rank.step}: all ranks start again there"
+                f"the code before the block of step {rank.step} has changed {changed}: "
+                f"all ranks start again from step {rank.step}",
             )
         return now, at_block
 
-    def _differ(self, one: Collected, other: Collected) -> bool:
-        """Return whether two states differ in data that a script may change before a block.
+    def _changed(self, one: Collected, other: Collected) -> str:
+        """Return the name of the first part that differs, of what a script may change before a block; empty: none does.
 
-        These are plain values, optimizer tensors of one element, tensors of the user's state, and buffers.
+        These parts are plain values, optimizer tensors of one element, tensors of the user's state, and buffers.
         """
-        if encode_values(one.values) != encode_values(other.values):
-            return True
+        if name := _changed_value(one.values, other.values, "values"):
+            return name
         layouts = [each.layout(self._adapter.rank, self._adapter.world_size) for each in (one, other)]
         if layouts[0].tensors != layouts[1].tensors:
-            return True
-        return any(
-            xxhash.xxh3_128_digest(one.view(meta.fqn, meta.box))
-            != xxhash.xxh3_128_digest(other.view(meta.fqn, meta.box))
-            for meta in layouts[0].tensors
-            if self._may_change(meta)
-        )
+            return "the names or shapes of the tensors"
+        for meta in filter(self._may_change, layouts[0].tensors):
+            views = [xxhash.xxh3_128_digest(each.view(meta.fqn, meta.box)) for each in (one, other)]
+            if views[0] != views[1]:
+                return meta.fqn
+        return ""
 
     def _may_change(self, meta: TensorMeta) -> bool:
         if meta.fqn.startswith("optimizer."):
             return meta.box.numel == 1
         is_buffer = self._compares is not None and not self._compares.compares(meta.fqn)
         return meta.fqn.startswith("state.") or is_buffer
+
+
+def _changed_value(one: Plain, other: Plain, name: str) -> str:
+    """Return the dotted name of the first value that differs between two trees of plain values; empty: none does."""
+    if encode_values(one) == encode_values(other):
+        return ""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return next(
+            filter(None, (_changed_value(one[key], other[key], f"{name}.{key}") for key in one)), name
+        )
+    return name

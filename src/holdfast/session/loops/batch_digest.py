@@ -7,8 +7,8 @@ drew last: the number of the step, the data position before it, and the digests 
 rank-local values: it is on the status page from the start of the block, and in each checkpoint. The next process of the
 rank compares its batches with the record. If it runs that step again, it draws the batches anyway. If it starts after
 that step, it reads the batches of that step only for the comparison, which moves its feed to the right position. A
-block may change its batch in place and then run again. Its batch is drawn again for that, and this draw is compared as
-well.
+block may change its batch in place and then run again. For the second run the batch is drawn again, and this draw is
+compared as well.
 
 Invariants:
 1. A difference raises an error before the block of the next step begins.
@@ -42,7 +42,7 @@ class Drawn:
     Attributes:
         record: step, digests and start position of the batches that were drawn last, for the rank-local values; None:
             not known.
-        numbered: the batches that were drawn last are plain numbers: positions in data that the script has itself.
+        numbered: the batches that were drawn last are plain numbers, by which the script finds its own data.
     """
 
     def __init__(self, adapter: object, rank: int, *, verify: bool) -> None:
@@ -58,7 +58,7 @@ class Drawn:
         self._loader = loader
 
     def stand_at(self, record: Plain) -> None:
-        """Take over the record of the earlier process. None: no record, or from a job with another number of ranks."""
+        """Take over the record of the earlier process. None: there is none, or that job had another number of ranks."""
         self.record = self._expected = record if isinstance(record, dict) else None
 
     def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:
@@ -110,11 +110,20 @@ class Drawn:
 
 def another_batch(rank: int, loader: Any, place: str) -> DataError:
     """Return the error to raise if ``loader`` gives this rank another batch for ``place`` (in words) than before."""
-    sampler = getattr(loader, "sampler", None)
-    name = f"the {type(loader).__name__}{'' if sampler is None else f' with a {type(sampler).__name__}'}"
+    sampler = type(getattr(loader, "sampler", None)).__name__
+    is_stream = sampler in (
+        "NoneType",
+        "_InfiniteConstantSampler",
+    )  # torch gives the latter to an IterableDataset
+    name = f"the {type(loader).__name__}{'' if is_stream else f' with a {sampler}'}"
+    cause = "its order or its samples depend on the process, or have changed: "
+    repair = (
+        "a stream has to give the same samples each time that it is read, so shuffle it with a fixed seed"
+        if is_stream
+        else "give the loader a sampler that draws by epoch, shuffle a dataset with a fixed seed"
+    )
     return DataError(
         f"rank {rank}: {name} gives another batch for {place} than it gave there before",
-        hint="its order or its samples depend on the process, or have changed: give the loader a sampler that draws by "
-        "epoch, seed by index what a dataset draws at random, shuffle a dataset with a fixed seed, and keep its files; "
-        "verify_data=False leaves out this check",
+        hint=f"{cause}{repair}, seed by index what a dataset draws at random, and keep its files. "
+        "session(verify_data=False) leaves out this check, and continues with other samples",
     )

@@ -83,7 +83,7 @@ def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
         return
     if difference := now.differs(DataIdentity(saved[0], saved[1], now.shared)):
         log.warning(
-            "holdfast: this is not the dataset that the checkpoint's job drew from: it has %s; the place in it means "
-            "other samples now",
+            "holdfast: this is not the dataset that the checkpoint's job drew from: it has %s; its position in the "
+            "data means other samples now",
             difference,
         )

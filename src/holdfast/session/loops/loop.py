@@ -14,8 +14,8 @@ began and ends, and a process that joins the loop later uses that end.
 
 Invariants:
 1. A step that runs again gets the same batch.
-2. A loop is left only when no recovery is under way, or when the loop could not rewind anyway. A rank that leaves a
-   loop with ``break`` reports that it can no longer rewind.
+2. A loop is left only when no recovery is under way, or when the loop could not rewind (go back to an earlier step)
+   anyway. A rank that leaves a loop with ``break`` reports that it can no longer rewind.
 3. All ranks run the code before the block of a step on the same state. A rank that has begun the block records this in
    its rank-local values. A process that replaces only this rank does not run the code again. If all ranks restart, or
    go back to an earlier step, all run the code again, with learning rates, schedulers and user state from before it.
@@ -107,7 +107,8 @@ class _OpenLoader(NamedTuple):
     Attributes:
         user: the loader that the script gave; None: the blocks draw their own batches.
         batches: number of the loader's batches in a list (``Session.steps``); None: no lists.
-        refilled: the check of the first step that has several parts.
+        refilled: the check that the loader does not write a batch into the tensors of an earlier batch. It is made at
+            the first step that has several parts.
     """
 
     user: Any
@@ -208,7 +209,11 @@ class Loops:
         self._tried = int(session.get("step", 0)) - (not begun)
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """Go back, within the open loop, to an earlier step. Arguments: the values saved with it (:meth:`stand_at`)."""
+        """Go back to an earlier step of the open loop.
+
+        Args:
+            session, local: the values saved with that step, as for :meth:`stand_at`.
+        """
         loop, turns = self.place["loop"], self.walk.record
         self.stand_at(session, local)
         self.walk.stand_at(turns)  # the open loop stays open, and so does its turn
@@ -314,7 +319,10 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """Record, when the script ends, that it does not return to a loop left early, which a newcomer would enter."""
+        """Record, when the script ends, that it does not return to the loop that it has left early, if there is one.
+
+        A newcomer would still enter that loop.
+        """
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
 
@@ -404,9 +412,10 @@ class Loops:
             self.place["left"] = False
 
     def explain(self, error: Exception) -> None:
-        """Add a note to an exception of the script between blocks, if the script may not expect what came before it.
+        """Add a note to an exception that the script has raised between two blocks, if the session may be its cause.
 
-        The last run of the block does not count, or this process had no step to do in the last loop.
+        The note says that the last run of a block was not committed, or that this process has skipped the last loop.
+        A script may not be prepared for either of them.
         """
         if isinstance(error, HoldfastError) or self._rank.state != "ready":
             return
@@ -503,7 +512,11 @@ class Loops:
         self._tell_share(at, feed.place())
 
     def _tell_share(self, then: Mapping[str, int], now: Mapping[str, int]) -> None:
-        """Warn if the data positions ``then`` (of the checkpoint) and ``now`` have different samples per step."""
+        """Warn if a step of this job has another number of samples than a step of the checkpoint's job.
+
+        Args:
+            then, now: data positions of the checkpoint and of this job, with their numbers of samples (``share``).
+        """
         if "share" not in then or "share" not in now:
             return
         before, here = then["share"] * self._parts_then, now["share"] * self._parts
@@ -558,7 +571,7 @@ class Loops:
                 )
 
     def _draw(self) -> bool:
-        """Draw the batches of this step, one for each rank whose work this rank does. Return False at their end."""
+        """Draw the batches of this step, one for each rank whose work this rank does. Return False if none is left."""
         if self._drawn == self._rank.step:
             return True
         before = {} if self._feed is None else self._feed.place()
@@ -571,7 +584,11 @@ class Loops:
         return bool(batches)
 
     def _draw_again(self) -> None:
-        """Draw the batches again, as the block has changed them. Raises: StepError, DataError: other batches came."""
+        """Draw the batches of this step again, because the block has changed them in place.
+
+        Raises:
+            StepError, DataError: the loader gives other batches than before.
+        """
         feed = self._feed
         if feed is None:
             return

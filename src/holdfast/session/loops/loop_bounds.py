@@ -150,7 +150,7 @@ def compare_bounds(
     if theirs != end:
         raise UsageError(
             f"loop {loop} of the script ends at step {end} on rank {rank}, and at step {theirs} on rank {other}",
-            hint="give every rank the same until=, not one that its own data or clock says",
+            hint="give every rank the same until=, not one computed from its own data or clock",
         )
 
 

@@ -81,7 +81,7 @@ class ReplicaStateCheck:
     def committed(self, drawn: Sequence[int]) -> None:
         """Publish this rank's digests after its first committed step of a generation.
 
-        After the second, compare the digests of all ranks on rank 0.
+        After its second committed step, rank 0 compares the digests of all ranks.
 
         Args:
             drawn: digests of the batches of the step; empty: they are not known.

@@ -79,10 +79,10 @@ class Helper(NamedTuple):
     numbers: Mapping[str, int]
 
     def has_counted(self, first: int, turns: int, steps: int) -> str:
-        """Return the variable by which this generator has ended its loop, with limit and place, in words.
+        """Return, in words, the variable with which this generator has counted the turns of its loop; empty: none.
 
-        A block that runs again takes another turn of the loop, so a generator that counts turns ends before the last
-        step. Empty: no such variable is found. It has counted the turns, and another variable is its limit.
+        The text also names the variable with the limit of the count, and the place of the generator. A block that runs
+        again takes another turn of the loop, so a generator that counts turns ends the loop before the last step.
 
         Args:
             first: step at which this process began the loop.
@@ -102,7 +102,11 @@ class Helper(NamedTuple):
 
 
 def helper(caller: FrameType) -> Helper | None:
-    """Return the generator that asks for a step; None: it is no generator, or it knows which runs count."""
+    """Return the generator of the script that now asks for a step, if ``caller`` is the frame of one.
+
+    None: ``caller`` is no generator, or its code uses ``committed`` or ``number`` of a step, so that it can count steps
+    instead of turns.
+    """
     code = caller.f_code
     if not code.co_flags & inspect.CO_GENERATOR or not {"committed", "number"}.isdisjoint(code.co_names):
         return None
@@ -111,10 +115,13 @@ def helper(caller: FrameType) -> Helper | None:
 
 
 def has_ended(helper: Helper, caller: FrameType) -> bool:
-    """Return whether ``helper`` has left its loop itself, when the generator of the steps is closed.
+    """Return whether the generator ``helper`` has ended its loop over the steps itself.
+
+    Called when the generator of the steps is closed.
 
     Args:
-        caller: the frame that is now closing the generator of the steps: of ``helper``, or of the loop over it.
+        caller: the frame that closes the generator of the steps: the frame of ``helper``, or that of the loop over
+            ``helper``.
     """
     if caller.f_code is helper.code:
         return leaves(caller)

@@ -97,7 +97,11 @@ class Turns:
         self._pass_over()
 
     def _compare_with_plan(self, part: ScriptPart, turns: int) -> None:
-        """Compare the number of turns with that of the job before this start."""
+        """Check that the script names no smaller number of turns than the job had before this start.
+
+        Raises:
+            UsageError: the script seems to count only the epochs that are left.
+        """
         if turns >= part.planned:
             return
         what = (

@@ -5,10 +5,10 @@ batches are computed again or none. So the block gets a list of all batches of i
 data is after the last batch of the list. If the length of an epoch is known, the last list of an epoch may be shorter.
 Otherwise a list may continue into the next epoch.
 
-A loader may fill the same tensors with each batch. A loop that uses one batch at a time does not see it, but a list
-would hold its last batch several times. So the first list of a process is checked: each of its batches must keep its
-values while the next ones are drawn. A rank that does the work of several ranks lists a batch for each of them, and the
-first of these lists is checked as well.
+A loader may fill the same tensors with each batch. A loop that uses one batch at a time does not notice that, but a
+list of batches would hold the last batch several times. So the first list of a process is checked: each of its batches
+must keep its values while the next ones are drawn. A rank that does the work of several ranks lists a batch for each of
+them, and the first of these lists is checked as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def grouped(feed: Feed, batches: int | None, adapter: object) -> Feed:
 
 
 def checked_count(batches: int | None, loader: Any) -> int | None:
-    """Return ``batches`` of ``Session.steps`` after a check. Raises: UsageError: no positive int, or no loader."""
+    """Return the argument ``batches`` of ``Session.steps``.
+
+    Raises:
+        UsageError: ``batches`` is not None, and is no positive int or is given without a loader.
+    """
     if batches is None:
         return None
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1 or loader is None:
@@ -44,7 +48,7 @@ def checked_count(batches: int | None, loader: Any) -> int | None:
 
 
 class RefilledBatches:
-    """The check that a loader does not write the next batch into the tensors of a batch before.
+    """The check that a loader does not write the next batch into the tensors of an earlier batch.
 
     Args:
         adapter: the framework. If it cannot digest batches, nothing is checked.
@@ -55,7 +59,12 @@ class RefilledBatches:
         self._found: list[int] = []  # of the batches of the first list, when the last of them was drawn
 
     def drew(self, batches: Sequence[Any]) -> None:
-        """Compare the batches of a list, to which the last one has just been added. Only the first list is checked.
+        """Check that the earlier batches of a list are unchanged. Call this after each batch that is added to the list.
+
+        Only the first list of the process is checked.
+
+        Args:
+            batches: the batches of the list so far.
 
         Raises:
             DataError: an earlier batch of the list has changed.

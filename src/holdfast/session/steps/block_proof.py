@@ -10,10 +10,11 @@ compared with the run for the job. The results (gradients, buffers, declared sta
 differ, two more check runs use deterministic algorithms. Kernels that add in any order then give equal results. An
 impure block still gives different results, and is refused before it has made an update.
 
-Variables on which the updates depend are compared as well: an array of past losses may begin to count only later.
+The script's variables on which the updates depend are compared as well, because a difference between them may change
+the results only at a later step (an array of past losses).
 
-The collectives that the script itself makes are a result, too. A value that a check run has made without peers, and
-that the script keeps for later blocks, would be one of local data. If each block makes the collective, and only the
+The collectives that the script itself makes also count as results. In a check run they return local data. A script
+that keeps such a value for later blocks would compute with wrong data. If each block makes the collective, and only the
 first one keeps its result, the runs agree. Such variables are found in the source (``set_once.py``).
 
 Invariants:
@@ -194,10 +195,15 @@ class Prover:
         return True
 
     def explains(self, step: Step, error: BaseException) -> ImpureBlockError | None:
-        """Return the error in the place of ``error``, which ends the run for the job, if it comes from earlier runs.
+        """Return the error to raise in place of ``error`` if values that an earlier run has left explain ``error``.
 
-        The first run of this block ended without an exception, and each later one with ``error``. So missing data of
-        peers does not explain it. An error of Holdfast names its cause itself.
+        That is so if the first run of the block ended without an exception, and the second run and the run for the job
+        with one of the same class. Missing data of peers cannot explain this. None: ``error`` is not of this kind, or
+        is an error of Holdfast, which names its own cause.
+
+        Args:
+            step: the step whose run for the job has ended.
+            error: the exception that has ended this run.
         """
         if isinstance(error, HoldfastError) or step.rehearsal or self._second != (step.number, type(error)):
             return None
@@ -240,8 +246,9 @@ class Prover:
     def _tell_counters(self) -> None:
         """Warn of variables and generators that advance with each run: code after the update may use them.
 
-        The results of such code are not compared. A count of runs has grown at the starts of three runs in a row. A
-        variable that is set from the step, in the block or after it, has grown at the start of the second run only.
+        The results of code after the update are not compared. A variable that counts runs has grown between the starts
+        of the first and second run, and again before the third run. A variable that the script sets from the number of
+        the step has grown only once.
         """
         step, before = self._grown
         if not before:
@@ -310,7 +317,7 @@ class Prover:
 
 
 def _finds(changed: Sequence[str]) -> str:
-    """Return, as text, that the block finds other values of these variables, on which its updates depend."""
+    """Return the part of a sentence that names variables whose values differed between the runs of a block."""
     return f"finds other values of {', '.join(changed[:_TOLD_MAX])}, on which its updates depend"
 
 
@@ -384,9 +391,11 @@ def _advanced(before: int | str, after: int | str) -> bool:
 
 
 def _changed(before: _Variables, after: _Variables, deciding: Container[str]) -> str:
-    """Return a text that names changed variables and all iterators, as possible causes; empty: there are none.
+    """Return a text with the possible causes of different results: changed variables, and all iterators; empty: none.
 
-    The variables in ``deciding``, on which the updates depend, come first.
+    Args:
+        before, after: the variables at the starts of two runs of the block.
+        deciding: names of the variables on which the updates depend. They come first.
     """
     then, now = {**before.plain, **before.inner}, {**after.plain, **after.inner}
     # A variable that the block has not assigned yet is a nan.

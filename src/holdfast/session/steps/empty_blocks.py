@@ -47,13 +47,14 @@ class EmptyBlocks:
         self._stepped, self._place = stepped, place
 
     def require_change(self, *, ended: bool) -> None:
-        """Check that the counted blocks are not too many.
+        """Raise an error if too many blocks in a row have changed no weight.
 
         Args:
-            ended: the training ends here. From step 0 on, one block is then too many, otherwise ``BLOCKS_MAX`` are.
+            ended: the training ends here. If the blocks then began with step 0, one block is too many. In all other
+                cases ``BLOCKS_MAX`` blocks are too many.
 
         Raises:
-            StepError: they are too many.
+            StepError: too many blocks were counted.
         """
         most = 1 if ended and self._first == 0 else BLOCKS_MAX
         if self.over or self._count < most:

@@ -4,16 +4,16 @@ Theory. A script may decide by variables of its own whether a block makes an upd
 or with which learning rate. The ranks decide alike because their variables are equal. A replacement begins with the
 variables of a start, so it may decide otherwise. If ranks hold copies of the weights (DDP), the comparison of the
 copies shows this afterwards. If they hold shards (FSDP), nothing shows it. So each ballot identifies the optimizers
-that step and their scheduled numbers, and the tally shows whether they are equal on all ranks. The ranks of some jobs
-have different tasks: then they differ from the first steps on. A rank that has seen such a vote says so in its ballots,
-and a difference is no evidence in this job.
+that step and their scheduled numbers, and the tally shows whether they are equal on all ranks. In some jobs the ranks
+have different tasks, and their updates differ from the first steps on. A rank that has seen such a vote sets ``uneven``
+in its ballots. In this job a difference is then no evidence of an error.
 
-An optimizer that steps after the vote is part of the next ballot. Its update has been made then, so no rank saves its
-state.
+The ballot of a step lacks an optimizer that steps after the vote, so the next ballot repeats the comparison with it. If
+that shows a difference, the update is already made, and no rank saves the state any more.
 
-The error names what differs (``update_differences.py``).
+The text of the error has the difference (``update_differences.py``).
 
-The variables that the search in the source finds are compared in the same votes (``update_variables.py``).
+The variables that a search in the script's source finds are compared in the same votes (``update_variables.py``).
 
 Invariants:
 1. All ranks come to the same result, because it depends on the tally alone.
@@ -55,7 +55,7 @@ class EqualUpdates:
     Args:
         rank: number of this rank. Rank 0 warns.
         source: the adapter, if it can describe updates.
-        client: the connection to the agent, with which an error finds what differs; None: there is no agent.
+        client: the connection to the agent, over which an error gets the updates of another rank; None: no agent.
         scaled: a gradient scaler may leave out an update on this rank alone.
         searches: look for variables on which the updates depend.
 
@@ -97,7 +97,8 @@ class EqualUpdates:
         """Record that ``optimizer`` is about to step, in the update with the name ``within`` (empty: without a name).
 
         Raises:
-            StepError: this process continues the job, and a variable on which the updates depend has begun again.
+            StepError: this process continues the job, and a variable on which the updates depend has its value from
+                the start of the script again.
         """
         if optimizer not in self._known:
             self._known.add(optimizer)

@@ -69,7 +69,7 @@ class NonfiniteCheck:
             self._gradients.may_drop()
 
     def begin(self, optimizer: str) -> None:
-        """Queue the check of the gradients that ``optimizer`` is about to use on the device, without a wait."""
+        """Queue the check on the device, without a wait, for the gradients that ``optimizer`` is about to use."""
         self._result = None if self._gradients is None else self._gradients.begin_check(optimizer)
 
     def end(self) -> bool:
@@ -144,7 +144,7 @@ class NonfiniteCheck:
         self.since = since if isinstance(since, int) else -1
         if self.since >= 0 and self._first:
             log.warning(
-                "holdfast: this state came of gradients with inf or nan in step %d; to go back before it: "
+                "holdfast: this state was computed from gradients with inf or nan in step %d; to go back before it: "
                 'session(resume="DIRECTORY@STEP") with a step up to %d (holdfast ckpt ls DIRECTORY)',
                 self.since,
                 self.since,

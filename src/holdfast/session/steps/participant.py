@@ -183,7 +183,9 @@ class StepParticipant:
             )
 
     def fault_seen(self, what: str) -> None:
-        """Report that a collective broke with error ``what``. The controller waits for a death that explains it."""
+        """Report that a collective broke with error ``what``. The controller waits for a death that explains
+        the fault.
+        """
         with self.changed:
             if not self.fenced:
                 self._tell_fault(self.machine.generation, what)
@@ -524,7 +526,10 @@ class StepParticipant:
         self.await_resume()
 
     def take_step(self) -> bool:
-        """Record that the script takes the next step. Return False after a recovery, which may change that step."""
+        """Record that the script takes the next step. If a recovery came first, wait for its end and return False.
+
+        The next step may then be another one.
+        """
         with self.changed:
             if not self.fenced:
                 self.script.handle(ScriptEvent.STEP_TAKEN)
@@ -533,7 +538,10 @@ class StepParticipant:
         return False
 
     def leave_loop(self) -> bool:
-        """Record that the loop over steps ends. Return False after a recovery: the loop may have to continue."""
+        """Record that the loop over steps ends. If a recovery came first, wait for its end and return False.
+
+        The loop may then have to continue, at an earlier step.
+        """
         with self.changed:
             if self.script.rewinds_to < 0 or not self.fenced:
                 self.script.forbid_rewind()

@@ -190,7 +190,7 @@ class Recomputation:
                     "that agreed may hold some",
                 )
             log.error(
-                "holdfast: step %d: %s wrong gradients, as two other ranks say",
+                "holdfast: step %d: %s wrong gradients, by the results of two other ranks",
                 step.number,
                 f"{ranks} computes",
             )

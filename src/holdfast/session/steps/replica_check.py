@@ -9,8 +9,8 @@ digests of its copies to the controller, which finds the copy that differs from 
 
 Invariants:
 1. All ranks call :meth:`Verifier.agree` in the same order and at the same steps of a generation.
-2. ``agree`` returns True only when every rank has the same, current layouts of all ranks. In addition, all copies were
-   equal, or nothing can be compared.
+2. ``agree`` returns True only if every rank has the same, current layouts of all ranks, and no comparison has found
+   copies that differ.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class Verifier:
             self.tell(here[1])
             return False
         if not tally.passed:
-            raise StateError(f"step {here[1]}: the ranks are not at one: {tally.reason}")
+            raise StateError(f"step {here[1]}: the ranks do not agree: {tally.reason}")
         if tally.save or tally.moved:
-            why = "a rank cannot say what it holds" if tally.save else "the layouts of all ranks did not come"
-            raise StateError(f"step {here[1]}: {why}", hint="the log of another rank may say why")
+            why = "a rank cannot read its state" if tally.save else "a rank lacks layouts of other ranks"
+            raise StateError(f"step {here[1]}: {why}", hint="see the logs of the other ranks for the reason")
         if compares and not tally.compared:
             log.warning("holdfast: step %d: the copies of the state could not be compared", here[1])
         self._agreed = here if compares else self._agreed

@@ -509,7 +509,7 @@ class StepRunner:
         if rank.state == "aborted" and not self._tally.nonfinite:
             raise StepAborted(self._tally.reason)
         if state == "in_doubt" and not self._tally.passed and self._finite.is_unsure(self._tally):
-            raise StepAborted("the others may leave this update out, and this rank has not heard it")
+            raise StepAborted("other ranks may leave this update out, and this rank lacks the result")
         if self._tally.nonfinite:
             self._finite.agreed(step.number)
         adapter.enter_update()
@@ -549,7 +549,7 @@ class StepRunner:
     def _excuses(self, step: Step, error: BaseException) -> bool:
         """Return whether missing data of peers may explain ``error``.
 
-        Another error comes again in the run for the job, and ends the script there.
+        An error with another cause is raised again in the run for the job, and there it ends the script.
         """
         if not step.rehearsal:
             return False

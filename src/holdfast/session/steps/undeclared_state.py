@@ -13,8 +13,8 @@ becomes negligible.
 A counter beside state of the session (``ema.updates`` beside ``ema.ema``) causes a warning, because the script may set
 it from the number of the step before each use.
 
-A schedule of learning rates that moves is refused at the next step. Its position is compared at each step, because most
-schedules move once in an epoch.
+A schedule of learning rates that is not part of the session is refused at the next step after it has moved. Its
+position is compared at each step, because most schedules move once in an epoch.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class End:
 
 
 class Connection:
-    """A connection: two ends and the messages in flight. A message of None closes the end that receives it."""
+    """A connection: two ends and the messages in flight. The message None closes the end that receives it."""
 
     def __init__(self, network: Network, hosts: tuple[NodeId, NodeId]) -> None:
         self.ends = (End(self, hosts[0], 0), End(self, hosts[1], 1))
@@ -86,7 +86,7 @@ class Connection:
         self._watched = [False, False]  # by number of the sending end: it waits for an acknowledgement
 
     def send(self, side: int, message: Message | None) -> None:
-        """Send a message from the end with the number ``side`` (0 or 1). A message of None closes the other end."""
+        """Send a message from the end with the number ``side`` (0 or 1). The message None closes the other end."""
         if self._held[side]:
             self._held[side].append(message)
             return

@@ -20,13 +20,14 @@ def speakers(
 ) -> tuple[int, ...]:
     """Return the ranks whose plain values a rank loads, the most important first; empty if there are no candidates.
 
-    Each next rank is the candidate that holds most of the tensors which no chosen rank holds.
+    The ranks are chosen one after the other: each time the candidate that holds most of the remaining tensors, which no
+    rank chosen so far holds.
 
     Args:
         catalogue: all tensors and their holders.
         names: names of the tensors of the rank that loads.
         among: the candidates.
-        rank: the rank that loads; -1: none. It is preferred to other candidates with as many of the tensors.
+        rank: the rank that loads. Among candidates with equally many tensors this rank is preferred. -1: no rank is.
     """
     asked = sorted(among)
     left = Counter(catalogue.by_fqn[name].grid for name in names if name in catalogue.by_fqn)

@@ -142,7 +142,10 @@ def _fates(
 
 
 def _spread(box: Box, region: Box) -> tuple[int, int, int]:
-    """Return the first and last (exclusive) element of a box, in C order, in a region, and the region's longest gap."""
+    """Return begin and end (exclusive) of ``region`` among the elements of ``box`` in C order, and its longest gap.
+
+    A gap is a run of elements of the box that lies between two elements of the region and is not part of it.
+    """
     start, span, gap, stride = 0, 1, 0, 1
     for offset, size, at, length in zip(
         reversed(region.offsets),

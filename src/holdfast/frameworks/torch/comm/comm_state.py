@@ -151,9 +151,10 @@ class CommMoment(NamedTuple):
 
 
 class WaitTime:
-    """The last span in which this process waited for collectives.
+    """The last span of time in which collectives of this process were in progress.
 
-    It begins when the last of these collectives begins, and ends when none is in progress. It may include other work.
+    The span begins with the newest collective, and ends when no collective is in progress. The process may have done
+    other work in this span.
     """
 
     def __init__(self) -> None:
@@ -237,7 +238,7 @@ class CommState:
             self._refresh()
 
     def loopback(self) -> None:
-        """Make all collectives complete on local data until :meth:`reconfigure`, and begin a new :meth:`calls`."""
+        """Make all collectives complete on local data until :meth:`reconfigure`. Empty the list of :meth:`calls`."""
         self._local.calls = []
         with self._lock:
             self.looped = True

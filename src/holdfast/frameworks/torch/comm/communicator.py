@@ -117,7 +117,7 @@ class FreshGroups:
     def _connect_on(self) -> torch.device | None:
         """Return the device on which NCCL connects at once; None if it connects at its first collective.
 
-        A fault can stop NCCL only while it connects at once, not while it connects in its first collective.
+        A fault can interrupt the connecting of NCCL only in the first case, and not inside a collective.
         """
         if self.spec.device is not None:
             return self.spec.device

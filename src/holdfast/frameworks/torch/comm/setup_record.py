@@ -51,17 +51,18 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 class SetupCall(NamedTuple):
-    """One collective of this process.
+    """The description of one collective, by which a replacement of this process finds the kept result.
 
-    A process and its replacement run the same code, so they agree in all of this. One of them may leave out a call that
-    the other makes (a file that exists by then). The place keeps the other calls apart from it.
+    A process and its replacement run the same code, so they make collectives with the same descriptions. One of them
+    may leave out a collective, for example if a file exists already. The descriptions of collectives in other places of
+    the script do not depend on this one.
 
     Attributes:
-        what: its kind.
-        group: its group.
+        what: kind of the collective.
+        group: process group of the collective.
         rank: rank of this process in the group.
-        place: identifies the lines of the script and its libraries that make it.
-        number: number of earlier ones of this group in this place.
+        place: identifies the lines of the script and its libraries from which the collective is made.
+        number: number of earlier collectives of this group in this place.
     """
 
     what: str
@@ -110,7 +111,7 @@ class SetupRecord:
             self._store.kv("set", (f"holdfast/{_name(call)}",), content)
 
     def put_back(self, call: SetupCall, outputs: Any) -> bool:
-        """Copy the result that the lost process of this rank got into ``outputs``; return False if it is not kept."""
+        """Fill ``outputs`` with the result that the lost process got from ``call``. Return False if it is not kept."""
         tensors = list(tensors_in(outputs))
         head, _, data = self._kept(call).partition(b"\n")
         if head != _head(call, tensors):
@@ -146,12 +147,12 @@ def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
 
 
 def place_in_script_of_call(*, by_function: bool) -> str:
-    """Return the line of the script that has called a function of ``torch.distributed``, which makes a collective.
+    """Return the line of the script that makes the present collective, by a function of ``torch.distributed``.
 
-    Empty: the script does not call it itself.
+    Empty: the script does not make the collective itself.
 
     Args:
-        by_function: the caller of this function stands for such a function.
+        by_function: treat the function that calls this one as a function of ``torch.distributed``.
     """
     frame = _caller(sys._getframe(1), by_function=by_function)
     return "" if frame is None or frame.f_code.co_filename.startswith(LIBRARIES) else place_of(frame)
@@ -168,9 +169,10 @@ def _caller(frame: FrameType | None, *, by_function: bool = False) -> FrameType 
 
 
 def _place(inner: FrameType | None) -> int | None:
-    """Return a number for the lines that call a function of ``torch.distributed``, which makes a collective.
+    """Return a number that identifies the place from which the present collective is made.
 
-    None: neither the script nor a library other than torch calls it.
+    The place is the stack of lines, of the script and its libraries, that leads to a call of a function of
+    ``torch.distributed``. None: torch itself makes the collective.
     """
     frame = _caller(inner)
     if frame is None:

@@ -10,8 +10,8 @@ Theory. There are three ways to wait (:class:`Wait`):
 
 Errors of lost peers are distinguished from wrong calls (:func:`is_bug`).
 
-A block that runs again makes its calls again, but not the calls that were begun before it. A wait for such a call
-returns only if the call has succeeded (:func:`too_late`).
+A block that runs again repeats the calls that it has begun, but not calls that were begun before the block. A wait for
+a call from before the block returns only if the call has succeeded (:func:`too_late`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Several:
 
 
 def too_late(what: str) -> StepError:
-    """Return the error of a wait for a call that has got no data of the peers, in a later block than its own."""
+    """Return the error of a late wait: the call was begun before the open block, and got no data from its peers."""
     return StepError(
         f"{what} was begun before this block, and without effect: its block was rehearsed, or cut off by a recovery",
         hint="call wait() before the end of the block that begins the call",
@@ -299,8 +299,8 @@ class GuardedWork(Work):
     def settled(self) -> bool:
         """Return True if the collective can no longer write into memory of this process.
 
-        Once the sockets of a collective are shut down, it becomes settled. Before that, the end of a point-to-point
-        call that is not waited for is not known: it counts as settled.
+        A collective becomes settled soon after its sockets are shut down. The end of a point-to-point call is known
+        only if a thread waits for the call. Without such a thread it counts as settled.
         """
         if self._way is Wait.THREAD:
             return self._waiting is None or self._waiting.ended.is_set()

@@ -210,7 +210,8 @@ def writes_of(tensor: torch.Tensor) -> int:
 class Mark:
     """A mark of the memory and write count of a tensor, which shows whether the tensor may have changed since.
 
-    The mark holds the memory. So no other tensor gets this address, and ``tensor.data = other`` is always seen.
+    The mark keeps the memory alive, so no other tensor gets the same address. An assignment ``tensor.data = other``
+    therefore always changes the address, and is noticed.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

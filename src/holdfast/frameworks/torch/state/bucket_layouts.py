@@ -12,9 +12,10 @@ parameters. A process gets the layout from the first of these sources that has i
    (:meth:`BucketLayouts.agree`). If they differ, all take that of the lowest rank with the most known layouts.
 
 A block may raise an exception in a rehearsal, because it checks what a collective returned. The rehearsal is then given
-up, and source 4 is left. If no rank knows the layout, all ranks use the same other one: the sums are right, but their
-last bits may differ from those of an undisturbed run, and a warning says so. With ``static_graph`` a new process cannot
-train without a rehearsal: DDP makes one collective more in the first pass, so the exception ends the script.
+up, and source 4 is left. If no rank knows the layout, all ranks use the one that follows from the order of the
+parameters. The sums are then right, but their last bits may differ from those of an undisturbed run, and a warning is
+logged. With ``static_graph`` a new process cannot train without a rehearsal: DDP makes one collective more in the first
+pass, so the exception ends the script.
 
 Invariants:
 1. After :meth:`BucketLayouts.agree`, DDP sets no known layout again, so it stays that of the first passes.
@@ -47,7 +48,7 @@ _DIGEST_BITS = 24  # the sum of the squares of these digests over all ranks is e
 
 
 class _Offer(NamedTuple):
-    """What one rank says about its layouts, in numbers.
+    """The layouts of one rank, described by four numbers.
 
     Attributes:
         group: digest of the ranks that have copies of the same modules.
@@ -258,7 +259,7 @@ class BucketLayouts:
 
 
 def form_of(wrapper: DistributedDataParallel) -> str:
-    """Return a digest of what a layout must fit: the parameters of a DDP module and the limits of its buckets."""
+    """Return a digest of the parameters of a DDP module and the limits of its buckets, which a layout must fit."""
     parameters = [
         (name, list(p.shape), str(p.dtype)) for name, p in wrapper.named_parameters() if p.requires_grad
     ]

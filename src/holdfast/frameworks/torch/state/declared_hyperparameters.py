@@ -171,9 +171,15 @@ class Declared:
                 group[each.name] = tuple(now) if isinstance(group.get(each.name), tuple) else now
 
     def _take_rate(self, optimizer: Optimizer, index: int, then: Any, now: Any) -> None:
-        """Set the learning rate of parameter group ``index`` to the script's value ``now``.
+        """Set the learning rate of a parameter group as if the job had begun with the script's present value.
 
-        If the schedule has multiplied the checkpoint's value ``then`` by a factor, ``now`` gets the same factor.
+        The loaded rate is ``then`` times a factor, by which the schedule has changed it so far. The new rate is ``now``
+        times the same factor.
+
+        Args:
+            optimizer: the optimizer, with its loaded learning rates.
+            index: index of the parameter group.
+            then, now: initial rate in the checkpoint, and the rate that the present script has set.
         """
         group = optimizer.param_groups[index]
         before = float(group["lr"])

@@ -78,7 +78,7 @@ class HandCut:
 
     @cached_property
     def _apart(self) -> dict[str, list[tuple[str, TensorEntry]]]:
-        """Optimizer entries that fewer ranks hold than their parameter: by optimizer and parameter, with their keys."""
+        """Lists of optimizer entries that fewer ranks hold than hold the parameter, by optimizer and parameter."""
         found: dict[str, list[tuple[str, TensorEntry]]] = {}
         tensors = self._catalogue.by_fqn
         for entry in self._catalogue.tensors:

@@ -298,7 +298,8 @@ def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
     """Return a leaf function for the optimizer's state of ``parameter``. It passes each value on to ``leaf``.
 
     A tensor with the shape of ``parameter`` is first declared to have the same region as ``parameter``. The memory
-    order of a tensor is added if :func:`allocate` would make another one.
+    order of a tensor is added to the result of ``leaf`` if :func:`allocate`, which a load calls, would choose another
+    memory order.
     """
 
     def take(value: Any, path: str) -> Plain:

@@ -50,7 +50,12 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, streams: Streams | None, copy: int) -> Draws:
-        """Return the streams of copy number ``copy``; ``streams`` of None: each copy has separate streams."""
+        """Return the streams that copy number ``copy`` draws from.
+
+        Args:
+            streams: the streams of all copies; None: each copy has separate streams.
+            copy: number of the copy of the model.
+        """
         if streams is None:
             return cls.same(copy)
         return cls(*[streams.number(kind, copy) for kind in cls._fields])

@@ -338,12 +338,11 @@ class TorchState:
             yield from parameters_of(optimizer.optimizer)
 
     def declares(self, value: object) -> bool:
-        """Return whether ``value`` is a schedule, the scaler, a parameter group or one of the user's own values.
+        """Return whether the state of the session contains ``value``.
 
-        Values inside of these values count as well, and so do the tensors of modules and of objects with a state.
-
-        Modules and optimizers are not: their state does not have their plain attributes. None is no value of the state:
-        a session without a scaler has it as well.
+        True for tensors of the state, schedules, the scaler and parameter groups, and for the user's own values, also
+        inside of lists and dicts. False for modules and optimizers, because their plain attributes are not part of the
+        state. False for None, the scaler of a session without a scaler.
         """
         if value is None or isinstance(value, torch.nn.Module | Optimizer):
             return False

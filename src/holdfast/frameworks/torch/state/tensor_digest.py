@@ -25,7 +25,7 @@ PIECES_OF_CHUNK = 8  # a tensor that is not in C order is copied in pieces of 1/
 
 
 class Regions(Protocol):
-    """The methods of a collected state that this module uses."""
+    """The part of a :class:`TorchCollected` (the state of a rank at one moment) that this module uses."""
 
     def own(self, fqn: str, box: Box) -> memoryview | None:
         """Return the memory of one box if it holds the bytes in C order on the CPU; otherwise None."""

@@ -9,9 +9,10 @@ import torch
 
 
 def content_of(value: object, size_bytes_max: int) -> bytes | None:
-    """Return the content of a plain tensor in the memory of the processor.
+    """Return the content of a plain tensor on the CPU.
 
-    An operation of torch would be seen by the modes that are active in a block, so the memory is read.
+    The memory is read directly, because a mode of torch that is active in a block (``TorchFunctionMode``) would record
+    an operation of torch.
 
     Args:
         value: any object.

@@ -107,7 +107,8 @@ class Witness(TorchFunctionMode):
     def _look(self, func: Callable[..., Any], used: Sequence[torch.Tensor], generator: object) -> None:
         """Look for an impure input of a call of torch.
 
-        An input is impure if its values differ from the same call of the previous run, or if that run made the tensor.
+        An input is impure if its values differ from those in the same call of the previous run. An input that the
+        previous run has made or written is also impure.
         """
         if generator is not None and id(generator) not in self._generators:
             self._found = f"{_line()} draws from a generator that is not in session(state=...)"

@@ -38,7 +38,7 @@ class UndeclaredSchedules:
         self._seen: dict[int, tuple[weakref.ref[Any], str, _Position]] = {}
 
     def search(self) -> None:
-        """Search the process for schedules. Those found by an earlier search keep the position from then."""
+        """Search the process for schedules. Schedules that are known keep their first position."""
         declared = set(_inside([*self._state.schedulers.values(), *self._state.extras.values()]))
         for schedule in instances("torch.optim.lr_scheduler", "LRScheduler"):
             name = self._optimizer_of(schedule)
