@@ -88,11 +88,12 @@ class Script:
         extras: dict[str, Any] = {name: self.variables[name] for name in declared}
         self.state = TorchState(self.model, {"optimizer": self.optimizer}, extras=extras)
         self.undeclared = UndeclaredTensors(self.state, self.model)
+        self.renewed: frozenset[str] = frozenset()  # variables whose container each step replaces
 
     def look(self) -> list[str]:
         """Look at all variables of the script."""
         own = {"model": self.model, "optimizer": self.optimizer, "state": self.state}
-        return self.undeclared.changed({**own, **self.variables})
+        return self.undeclared.changed({**own, **self.variables}, self.renewed)
 
     def step(self) -> list[str]:
         """Train one step, and look."""
@@ -287,6 +288,24 @@ def scratch(model: nn.Module) -> tuple[Variables, Update]:
         variables["old"] = [p.detach().clone() for p in model.parameters()]
 
     return variables, update
+
+
+def renewed(model: nn.Module) -> tuple[Variables, Update]:
+    variables: Variables = {"ema": {name: p.detach().clone() for name, p in model.named_parameters()}}
+
+    def update(model: nn.Module) -> None:
+        old: Any = variables["ema"]
+        variables["ema"] = {name: 0.9 * old[name] + 0.1 * p.detach() for name, p in model.named_parameters()}
+
+    return variables, update
+
+
+def test_an_average_in_a_container_that_follows_from_the_one_before_is_found() -> None:
+    """Regression: each step makes a new dict, as it does with the weights before an update, which are no state."""
+    script = Script(renewed)
+    script.renewed = frozenset({"ema"})
+    assert script.look() == []
+    assert script.step() == script.step() == ["ema['0.weight'] (and 3 tensors more)"]
 
 
 def sums(model: nn.Module) -> tuple[Variables, Update]:

@@ -263,6 +263,31 @@ def test_a_variable_in_the_loss_that_replacements_do_not_have_ends_the_run_by_na
     assert "saved step 4 (last-gasp)" in output, output
 
 
+def test_a_count_of_one_rank_that_its_second_step_begins_again_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks have not differed yet, and the first update had the value of a start. Regression: exit code 0."""
+    output, ended = run(
+        tmp_path, "naive", "annealed", monkeypatch, code=Exit.BAD_INPUT, KILL="0:1", PLACE="alone"
+    )
+    said = "the updates depend on seen = 0, as at the first step of the job; at the step before: seen = 1."
+    assert f"StepError: {said}" in output and not ended, output
+
+
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
+@pytest.mark.parametrize("place", ["behind", pytest.param("before", marks=pytest.mark.more)])
+def test_a_teacher_that_a_new_process_does_not_have_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, fault: str
+) -> None:
+    """Regression: an object had no value that was compared, so None was the newest one: other weights, exit code 0."""
+    if fault == "stop":
+        run(tmp_path, "naive", "taught", monkeypatch, code=Exit.REQUEUE, PLACE=place, STOP="6")
+    kill = "1:6" if fault == "kill" else ""
+    output, ended = run(tmp_path, "naive", "taught", monkeypatch, code=Exit.BAD_INPUT, PLACE=place, KILL=kill)
+    said = "the updates depend on teacher = 'None', as at the first step of the job; at the step before: teacher = 'an"
+    assert f"StepError: {said}" in output and not ended, output
+
+
 def test_a_count_that_decides_about_evaluations_alone_may_begin_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +487,15 @@ def test_a_sum_that_only_the_first_block_makes_is_refused(
     output, ended = run(tmp_path, "naive", "cached_sum", monkeypatch, code=Exit.BAD_INPUT, PLACE=place)
     said = r"ImpureBlockError: step 0: run again on the same batch, .* \(the collectives that the script makes differ\)"
     assert re.search(said, output) and not ended, output
+
+
+def test_a_sum_of_each_block_that_the_first_one_keeps_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the check of the block kept the sum without peers, another one on each rank: exit code 0."""
+    output, ended = run(tmp_path, "naive", "cached_sum", monkeypatch, code=Exit.BAD_INPUT, PLACE="each")
+    said = "ImpureBlockError: step 0: the block sets criterion.divisor once, from a collective, and its check"
+    assert said in output and not ended, output
 
 
 def test_a_job_of_one_process_may_sum_in_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from holdfast.session.variables.deciding_variables import (
     file_variables,
     lasting_variables,
     placed_variables,
+    renewed_containers,
     stores,
 )
 
@@ -281,3 +282,22 @@ def test_variables_that_decide_whether_a_file_is_saved(tmp_path: Path, code: str
     place = str(file), 7
     found = [(each.name, each.place) for each in file_variables((place,))]
     assert found == [(name, place) for name in FILES[code]]
+
+
+RENEWED: dict[str, set[str]] = {
+    "past = {name: 0.9 * past[name] + w[name] for name in w}": {"past"},
+    "past = [0.9 * old + new for old, new in zip(past, w)]": {"past"},
+    "new = {}\nfor name in w:\n    new[name] = past[name] + w[name]\npast = new": {"past"},
+    "past = averaged(past, w)": {"past"},
+    "past = {name: w[name].clone() for name in w}": set(),
+    "past = [each.clone() for each in w]": set(),
+}
+
+
+@pytest.mark.parametrize("line", RENEWED)
+def test_a_container_that_each_step_replaces_by_one_that_follows_from_it(tmp_path: Path, line: str) -> None:
+    past, new = {"x": object()}, {"x": object()}
+    text = HEAD + "".join(f"        {each}\n" for each in ("optimizer.step()", *line.splitlines()))
+    (file := tmp_path / "train.py").write_text(text)
+    number = next(n for n, code in enumerate(text.splitlines(), 1) if "optimizer.step()" in code)
+    assert renewed_containers(((str(file), number),)) == RENEWED[line] and past and new

@@ -280,6 +280,131 @@ def test_a_count_that_goes_on_or_began_with_an_epoch_or_is_of_one_rank_is_not_re
     loop(resumed(8, 7, mixed=True), 8, 0, 9)
 
 
+def passes(rank: Rank, step: int, seen: int, until: int, *, reset: bool = False) -> dict[str, Any]:
+    """Run a loop as in ``loop``, and commit its steps.
+
+    Return the rank-local values where the script takes the step ``until``; ``reset``: each block sets the variable to 0
+    after it has read it.
+    """
+    kept: dict[str, Any] = {}
+    rank.checked.variables.enters_loop()
+    while step < until:
+        rank.checked.opens()
+        if seen < 99:
+            if reset:
+                seen = 0
+            rank.numbers.of["d"] = [0.1]
+            rank.checked.steps("d", "")
+        rank.checked.ballot(Ballot(step=step))
+        kept = {**rank.checked.variables.of_rank(ended=False)}
+        rank.checked.committed(ended=False)
+        seen += 1
+        kept.update(rank.checked.variables.passed())
+        step += 1
+    return kept
+
+
+def after(kept: Mapping[str, Any]) -> Rank:
+    """Return a rank whose process continues the job with the rank-local values ``kept``."""
+    rank = Rank(replaces=True)
+    rank.checked.variables.stand_at({}, kept)
+    return rank
+
+
+def test_a_count_that_begins_again_at_the_second_step_is_refused() -> None:
+    """Regression: its values at the first update and at the step before were equal, so nothing was refused."""
+    kept = passes(Rank(), 0, 0, 1)
+    with pytest.raises(
+        StepError, match=r"seen = 0, as at the first step.*at the step before: seen = 1\."
+    ) as caught:
+        passes(after(kept), 1, 0, 2)
+    assert "or in s.own if it is of one rank" in str(caught.value.hint)
+    passes(after(kept), 1, 1, 2)
+    passes(after(passes(Rank(), 0, 0, 1, reset=True)), 1, 1, 2, reset=True)
+
+
+def test_a_count_that_is_lost_in_its_first_update_with_another_value_is_refused() -> None:
+    """Regression: the values of one rank were kept from the vote on that showed the difference, so not before it."""
+    rank = Rank()
+    passes(rank, 0, 0, 1)
+    loop(rank, 1, 1, 2)
+    kept = rank.checked.variables.of_rank(ended=False)
+    with pytest.raises(StepError, match=r"seen = 0, as at the first step.*at the step before: seen = 1\."):
+        passes(after(kept), 2, 0, 3)
+    passes(after(kept), 2, 2, 3)
+
+
+def test_a_variable_of_the_same_name_in_another_function_is_not_read() -> None:
+    rank = Rank()
+    assert passes(rank, 0, 0, 1)["update_variables"][3] == {"seen": 1}
+    seen = 7
+    assert rank.checked.variables.passed()["update_variables"][3] == {} and seen == 7
+
+
+def taught(rank: Rank, step: int, teacher: object, until: int) -> dict[str, Any]:
+    """Run a loop of the script with an object that it makes at step 3. Return the rank-local values at its end."""
+    kept: dict[str, Any] = {}
+    while step < until:
+        if step == 3:
+            teacher = object()
+        rank.checked.opens()
+        if teacher != 99:
+            rank.numbers.of["d"] = [0.1]
+            rank.checked.steps("d", "")
+        rank.checked.ballot(Ballot(step=step))
+        kept = rank.checked.variables.of_rank(ended=False)
+        rank.checked.committed(ended=False)
+        step += 1
+    return kept
+
+
+def test_an_object_that_is_none_again_is_refused() -> None:
+    """Regression: an object had no value, so None looked like the value of all steps before: other weights."""
+    kept = taught(Rank(), 0, None, 6)
+    with pytest.raises(StepError, match=r"teacher = 'None', as at the first.*before: teacher = 'an object'"):
+        taught(after(kept), 6, None, 7)
+    taught(after(kept), 6, object(), 7)
+    taught(after(taught(Rank(), 0, None, 2)), 2, None, 5)
+
+
+def normalized(rank: Rank, step: int, data: float, until: int) -> dict[str, Any]:
+    """Run a loop whose first step keeps an array of its data. Return the rank-local values at its end."""
+    kept: dict[str, Any] = {}
+    mean = None
+    while step < until:
+        rank.checked.opens()
+        if mean is None:
+            mean = np.full(2, data)
+        if mean.sum() < 99:
+            rank.numbers.of["d"] = [0.1]
+            rank.checked.steps("d", "")
+        rank.checked.ballot(Ballot(step=step))
+        rank.checked.variables.voted(mixed=True)
+        kept = rank.checked.variables.of_rank(ended=False)
+        rank.checked.committed(ended=False)
+        step += 1
+    return kept
+
+
+def test_an_array_of_one_rank_that_a_replacement_sets_from_other_data_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regression: the first array and the newest one were equal, so a third one had not begun again: other weights."""
+    kept = normalized(Rank(), 0, 0.5, 6)
+    with pytest.raises(StepError, match=r"mean = 'an array .*; at the step before: mean = 'an array "):
+        normalized(after(kept), 6, 0.75, 7)
+    normalized(after(kept), 6, 0.5, 7)
+    assert not caplog.messages
+    resumes = Rank(first=True)
+    resumes.checked.variables.stand_at({}, kept)
+    normalized(resumes, 6, 0.75, 7)
+    assert "depend on mean = 'an array (2,) with checksum" in caplog.messages[0], "or another setting"
+
+
+def test_an_object_of_all_steps_is_no_value() -> None:
+    assert taught(Rank(), 0, object(), 6) == {}
+
+
 def of_one_rank(seen: int, *, ended: bool = False) -> Rank:
     """Return a rank of a job that continues at step 8, whose ranks had different counts, this one ``seen``."""
     ranks = [Rank(), Rank()]

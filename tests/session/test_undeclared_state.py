@@ -28,6 +28,17 @@ def test_an_average_that_the_session_does_not_have_is_refused_by_name(tmp_path: 
 
 @pytest.mark.torch
 @pytest.mark.processes
+def test_an_average_in_a_new_dict_on_one_rank_is_refused_by_name(tmp_path: Path) -> None:
+    """Regression: after a kill of this rank the average was another one, with exit code 0 and without a word."""
+    done = run_job(tmp_path, 2, JOB, "renewed")
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert (
+        "UsageError: step 2: average['weight'] (and 1 tensor more) changes from step to step" in done.stdout
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.processes
 def test_a_model_that_changes_now_and_then_is_named(tmp_path: Path) -> None:
     done = run_job(tmp_path, 2, JOB, "6")
     assert done.returncode == 0, done.stdout
@@ -57,7 +68,7 @@ class Changes:
         """Return the descriptions of schedules."""
         return self.schedules
 
-    def changed(self, variables: object) -> tuple[str, ...]:
+    def changed(self, variables: object, renewed: object = ()) -> tuple[str, ...]:
         """Return the names for this look."""
         self.looks += 1
         return self._changed[self.looks - 1] if self.looks <= len(self._changed) else ()

@@ -1,6 +1,7 @@
 """A training with a second model that the script changes behind the update, outside of the session.
 
-Argument: the number of steps between two changes.
+Argument: the number of steps between two changes; ``renewed``: rank 0 alone has an average of the weights, in a dict
+that each step makes again.
 """
 
 from __future__ import annotations
@@ -38,5 +39,27 @@ def main(every: int) -> None:
     dist.destroy_process_group()
 
 
+def renew() -> None:
+    """Train, and make a new average of the weights from the one before on rank 0."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 8)
+    average = {name: p.detach().clone() for name, p in net.named_parameters()}
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.session(model=model, optimizer=optimizer) as s:
+        for step in s.steps(until=STEPS):
+            with step:
+                optimizer.zero_grad()
+                model(torch.ones(2, 8)).square().sum().backward()
+                optimizer.step()
+            if step.committed and dist.get_rank() == 0:
+                average = {n: 0.9 * average[n] + 0.1 * p.detach() for n, p in net.named_parameters()}
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    if sys.argv[1] == "renewed":
+        renew()
+    else:
+        main(int(sys.argv[1]))

@@ -1,6 +1,11 @@
-"""A part of the loss that grows with a count of steps, which the script keeps in a variable. DDP sums its gradients."""
+"""A part of the loss that grows with a count of steps, which the script keeps in a variable. DDP sums its gradients.
+
+PLACE ``alone``: rank 0 alone counts.
+"""
 
 from __future__ import annotations
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -23,6 +28,7 @@ model = DistributedDataParallel(raw)
 optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.MSELoss()
 seen = 0
+counts = dist.get_rank() == 0 or os.environ.get("PLACE") != "alone"
 
 with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
     for step in s.steps(loader, epochs=EPOCHS):
@@ -33,7 +39,7 @@ with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
             loss = criterion(out, y) + min(1.0, seen / 10) * out.abs().mean()
             loss.backward()
             optimizer.step()
-        if step.committed:
+        if step.committed and counts:
             seen += 1
 
 end(raw, seen=seen)

@@ -5,7 +5,7 @@ A session tests with ``isinstance`` whether an adapter has an ability, and works
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.frameworks.common.adapter import Collected, Feed
@@ -318,11 +318,13 @@ class Finder(Protocol):
 
     counters: Sequence[str]
 
-    def changed(self, variables: Mapping[str, object]) -> Sequence[str]:
+    def changed(self, variables: Mapping[str, object], renewed: Set[str] = frozenset()) -> Sequence[str]:
         """Return the names of undeclared values that have changed since the previous call.
 
         Args:
             variables: the script's variables by name.
+            renewed: variables and attributes of the script whose container each step replaces by one that follows from
+                it. Other containers that are replaced are scratch.
         """
 
     def moved(self) -> Sequence[str]:

@@ -149,6 +149,11 @@ def _frames_from(place: tuple[str, int] | None) -> list[FrameType]:
     return frames[outer[0] if outer else 0 :]
 
 
+def runs_at(place: tuple[str, int]) -> bool:
+    """Return whether the function at file and line ``place`` has a stack frame of this thread."""
+    return any(has_line(frame.f_code, *place) for frame in frames_outside((OURS, *LIBRARIES)))
+
+
 def has_line(code: CodeType, file: str, line: int) -> bool:
     """Return whether a line of a file belongs to a function, and not to a function inside of it."""
     return code.co_filename == file and line in _lines(code)

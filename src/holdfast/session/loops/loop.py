@@ -266,7 +266,7 @@ class Loops:
                 self._counts_from_here = counted_from_here(self._rank.step, until, self._first)
             self.pass_over()
             return  # the checkpoint was written in a later loop of the script
-        self._come_in()
+        self._come_in(blocks)
         self.mine.put()
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
@@ -460,11 +460,12 @@ class Loops:
             self._adapter.begin(self._rank.step)
         self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
-    def _come_in(self) -> None:
+    def _come_in(self, blocks: StepRunner) -> None:
         """Open the job's present loop. If loops were skipped, undo the changes by the code after them.
 
         The loaded state already includes the effect of that code.
         """
+        blocks.variables.enters_loop()
         if self._passed_over:
             self._passed_over = False
             self._adapter.abort()
@@ -560,7 +561,7 @@ class Loops:
                     hint="for step in s.steps(...): with step as batch: ...",
                 )
             if step.committed:
-                self._note_counted()
+                self._note_counted(blocks.variables.passed())
                 after_block.come_back()
             if self._local_too_large and (largest := _largest(self.local)) in _OF_THE_SCRIPT:
                 raise StateError(
@@ -720,12 +721,19 @@ class Loops:
                 self.local["drawn"] = self._proof.record
         return self._payload(self.local) if self.local else None
 
-    def _note_counted(self) -> None:
-        """Record the changes that code after a committed block made to attached objects. They belong to that step."""
+    def _note_counted(self, of_updates: Mapping[str, Plain]) -> None:
+        """Record the changes that code after a committed block made to attached objects. They belong to that step.
+
+        Args:
+            of_updates: rank-local values of the check of the updates; empty: they have not changed.
+        """
         attached = self.mine.attached()
         if attached and attached != self.local.get("attached"):
             self.local["attached"] = attached
-            self._rank.note_local(self._payload(self.local), self._rank.step)
+        elif not of_updates:
+            return
+        self.local.update(of_updates)
+        self._rank.note_local(self._payload(self.local), self._rank.step)
 
     def digests_of(self, step: int) -> list[int]:
         """Return the digests of the batches that this rank has drawn for ``step``.

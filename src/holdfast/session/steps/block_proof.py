@@ -14,7 +14,8 @@ The script's variables on which the updates depend are compared as well, because
 the results only at a later step (an array of past losses).
 
 The collectives that the script itself makes also count as results. In a check run they return local data. A script
-that keeps such a value for later blocks would compute with wrong data.
+that keeps such a value for later blocks would compute with wrong data. If each block makes the collective, and only the
+first one keeps its result, the runs agree. Such variables are found in the source (``set_once.py``).
 
 Invariants:
 1. A check run changes nothing: its effects are undone like those of an aborted step.
@@ -148,7 +149,8 @@ class Prover:
         """Take digests of the results of a check run, at the point where the block would vote.
 
         Raises:
-            ImpureBlockError: the runs of this block have different results.
+            ImpureBlockError: the runs of this block have different results, or a variable keeps the result of a
+                collective that this run has made without peers.
         """
         adapter = self._due(step)
         if adapter is None:
@@ -158,6 +160,16 @@ class Prover:
             self._checked = step.number  # the block skips this batch: check the next step that computes
         else:
             self._add(step, adapter, Proof(self._found, computed, self._deciding.numbers()))
+
+    def _refuse_set_once(self, step: Step) -> None:
+        """Raise ImpureBlockError if the block sets a variable once, from what a collective has returned."""
+        if names := sorted(name for name, summed in self._deciding.set_once.items() if summed):
+            raise ImpureBlockError(
+                f"step {step.number}: the block sets {', '.join(names[:_TOLD_MAX])} once, from a collective, and its "
+                "check, which has no peers, has set it from the data of this rank alone",
+                hint="keep it in a dict in session(state={...}), which a run that does not count leaves as it was; "
+                "session(verify_block=0) leaves out this check",
+            )
 
     def confirms(self, step: Step) -> bool:
         """Return whether the run for the job may vote: its results equal those of the check run, if there was one."""
@@ -222,6 +234,8 @@ class Prover:
         done = [proof for proof in self._proofs if proof is not None]
         if len(self._proofs) == RUNS and (len(done) < RUNS or done[0] == done[1]):
             self._grown = step.number, _grown(self._variables[0].counts(), self._variables[1].counts())
+            if self._first and not self._alone:
+                self._refuse_set_once(step)
             self._passed(step)
         elif len(self._proofs) == 2 * RUNS:
             self._judge(step, adapter, done)

@@ -20,10 +20,12 @@ position is compared at each step, because most schedules move once in an epoch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 
 from holdfast.errors import UsageError
 from holdfast.frameworks.common.optional_abilities import FindsUndeclaredState
 from holdfast.runtime.worker.script_frames import variables_of_script
+from holdfast.session.variables.deciding_variables import places_in_script, renewed_containers
 
 log = logging.getLogger("holdfast")
 
@@ -65,7 +67,7 @@ class UndeclaredState:
         if number is None:
             return
         self._last = step
-        changed = set(self._finder.changed(variables_of_script()))
+        changed = set(self._finder.changed(variables_of_script(), _renewed()))
         self._changed = [*([] if number == 0 else self._changed), changed]
         self._counted = [*([] if number == 0 else self._counted), set(self._finder.counters)]
         if number == LOOKS - 1:
@@ -109,6 +111,20 @@ class UndeclaredState:
                 ", ".join(names),
                 _EFFECT,
             )
+
+
+def _renewed() -> Set[str]:
+    """Return the containers of the script that each step replaces by one that follows from it."""
+    try:
+        return renewed_containers(places_in_script())
+    except Exception as error:  # a defect of the search must not end a training, nor be hidden
+        log.warning(
+            "holdfast: averages in containers that each step replaces are not searched: please report %s: %s",
+            type(error).__name__,
+            error,
+            exc_info=True,
+        )
+        return frozenset()
 
 
 def number_of_look(since: int) -> int | None:

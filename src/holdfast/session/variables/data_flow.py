@@ -324,7 +324,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             body, other = (
                 [item for part in branch for item in _items(part)] for branch in (node.body, node.orelse)
             )
-            yield _Branches(node.test, (body, other), (_leaves_turn(node.body), _leaves_turn(node.orelse)))
+            yield _Branches(node.test, (body, other), (leaves_turn(node.body), leaves_turn(node.orelse)))
         case ast.AugAssign():
             yield from (VariableUse(use.name, False, None) for use in uses(node.target))
             yield from _items(node.value)
@@ -383,7 +383,8 @@ def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> VariableU
     return VariableUse(name, isinstance(node.ctx, changes), at)
 
 
-def _leaves_turn(branch: Sequence[ast.stmt]) -> bool:
+def leaves_turn(branch: Sequence[ast.stmt]) -> bool:
+    """Return whether a branch leaves the turn of its loop, or its function."""
     return bool(branch) and isinstance(branch[-1], (*LEAVES, ast.Raise))
 
 

@@ -40,6 +40,7 @@ from holdfast.session.variables.data_flow import (
     carried,
     names_in,
     targets,
+    value_now,
     written,
 )
 from holdfast.session.variables.update_sources import changed, dotted, sources
@@ -120,7 +121,7 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
     """
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
-        loop = _outermost(places[: depth + 1])
+        loop = outermost_loop(places[: depth + 1])
         tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
         names = carried(loop, tests).items()
         found.update((PlacedVariable(name, place, partly), None) for name, partly in names)
@@ -132,7 +133,7 @@ def stores(places: Places) -> tuple[PlacedVariable, ...]:
     """Return the containers, elements, attributes and tensors that the loops at ``places`` change in place."""
     found: dict[PlacedVariable, None] = {}
     for depth, place in enumerate(places):
-        names = sorted(changed(_outermost(places[: depth + 1])))
+        names = sorted(changed(outermost_loop(places[: depth + 1])))
         found.update((PlacedVariable(name, place, partly=False), None) for name in names)
     return tuple(each for each in found if LOCAL not in each.name)
 
@@ -148,7 +149,7 @@ def lasting_variables(places: Places) -> frozenset[str]:
     The outermost loop, with the bodies of the functions that it calls, writes them only from their own values, or under
     conditions that are not about the position in an epoch.
     """
-    loop = _outermost(places)
+    loop = outermost_loop(places)
     reset = _names_of_items(loop)
     for assignment, tests in assigned(loop):
         value = assigned_value(assignment)
@@ -161,9 +162,35 @@ def lasting_variables(places: Places) -> frozenset[str]:
 
 
 @cache
+def renewed_containers(places: Places) -> frozenset[str]:
+    """Return the names of containers of objects that the loops at ``places`` replace by new ones from their content.
+
+    An example is ``average = {name: 0.9 * average[name] + 0.1 * weights[name] for name in weights}``.
+    """
+    found: set[str] = set()
+    for depth in range(len(places)):
+        loop = outermost_loop(places[: depth + 1])
+        for assignment, _ in assigned(loop):
+            value = assigned_value(assignment)
+            own = (name for name in written(targets(assignment)) if LOCAL not in name)
+            names = {name for name in own if _holds_objects(value_now(name))}
+            if value is not None and names:
+                found |= names & carried(loop, [value]).keys()
+    return frozenset(found)
+
+
+def _holds_objects(value: object) -> bool:
+    items = (
+        dict.values(value) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    )
+    first = next(iter(items), None)
+    return not isinstance(first, bool | int | float | str | None)
+
+
+@cache
 def counts(places: Places) -> frozenset[str]:
     """Return the names of variables at the outermost of ``places`` that the loop only adds to (``seen += 1``)."""
-    loop = _outermost(places)
+    loop = outermost_loop(places)
     others = _names_of_items(loop)
     added: set[str] = set()
     for assignment, _ in assigned(loop):
@@ -176,13 +203,29 @@ def counts(places: Places) -> frozenset[str]:
 
 
 @cache
-def _outermost(places: Places) -> ast.AST:
+def outermost_loop(places: Places) -> ast.AST:
     """Return the outermost loop around the last of ``places``, with the bodies of the functions that it calls.
 
     Without a loop, the result is an empty module.
     """
     loops = with_bodies(places[-1], _loops_around(*places[-1]), places[:-1])
     return loops[0] if loops else ast.Module([], [])
+
+
+def block_at(places: Places) -> ast.AST | None:
+    """Return the block (``with step``) around the last of ``places``, with the bodies of the functions that it calls.
+
+    None: there is no block in a loop.
+    """
+    loops = _loops_around(*places[-1])
+    inner = _inside_scope(*places[-1])
+    blocks = _blocks(inner[inner.index(loops[0]) :]) if loops else []
+    return next(iter(with_bodies(places[-1], blocks, places[:-1])), None)
+
+
+def _blocks(inside: Iterable[ast.AST]) -> list[ast.With]:
+    """Return the outermost ``with`` of the nodes in a loop that contain its update; empty: there is none."""
+    return [node for node in inside if isinstance(node, ast.With)][:1]
 
 
 def _names_of_items(loop: ast.AST) -> set[str]:
@@ -232,7 +275,7 @@ def _of_place(
     scope, *inner = _inside_scope(file, line)
     loops = _loops_around(file, line)
     inside = inner[inner.index(loops[0]) :] if loops and update else []
-    blocks = [node for node in inside if isinstance(node, ast.With)][:1]
+    blocks = _blocks(inside)
     full = with_bodies(place, [*loops, *blocks], inside_it) if loops else [scope]
     for loop, body in zip(loops or [scope], full, strict=False):
         conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]

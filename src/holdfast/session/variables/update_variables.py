@@ -10,7 +10,10 @@ source is searched for such variables, and their values are compared:
   collectives in a block may be lost one after the other, before any vote. The state holds the values at the first step
   of the job and at the newest one (``variable_history.py``);
 - with the rank-local values, if the ranks have different values. These hold the values of each rank in the same way.
-  Arrays that only some steps fill are often the data of one rank, so they are only compared in this way.
+  Arrays that only some steps fill are often the data of one rank, so they are only compared in this way. So are objects
+  in the place of a plain value (``teacher = None``), of which only their presence is compared;
+- with the rank-local values at the end of the first step that has changed a variable, because the values at its update
+  are still those of a start.
 
 A warning names the variables when they change for the first time, before any fault. Another warning names variables
 that decide whether a file is saved (the best result so far): a new process would replace the file of the best result.
@@ -33,7 +36,7 @@ import numpy as np
 from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import owners_of, position_of, values_of
+from holdfast.runtime.worker.script_frames import owners_of, position_of, runs_at, values_of
 from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
@@ -44,8 +47,9 @@ from holdfast.session.variables.deciding_variables import (
     places_in_script,
     stores,
 )
+from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.unassigned_variables import NotAssigned
-from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory
+from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory, is_array
 
 log = logging.getLogger("holdfast")
 
@@ -57,12 +61,18 @@ TEXT_LENGTH_SHOWN = 60
 BYTES_MAX = 1 << 20
 LENGTH_MAX = 1000
 DEPTH_MAX = 3
+OBJECT = "an object"
+"""The text for a value that is no plain one, of a variable that has had a plain one (None)."""
 ITEMS_MAX = 4
 """Number of items of a container that are looked at, to tell whether it is state of the session."""
 _CONTAINERS = (list, tuple, dict, deque, set, frozenset)
 HINT_OF_RANK = (
     "keep a value of one rank in s.own or by s.attach(NAME, object) (numbers and lists in its attributes), or compute "
     "it from step.number"
+)
+HINT_OF_ANY = (
+    "keep what decides about an update in session(state={...}), or in s.own if it is of one rank, or compute it from "
+    "step.number"
 )
 HINT = (
     "keep what decides about an update in session(state={...}) (a dict that the code changes after "
@@ -79,6 +89,7 @@ class UpdateVariables:
         warns: this rank warns of the variables.
 
     Attributes:
+        set_once: the variables that the script sets once. True: the block does so from what a collective has returned.
         mixed: the ranks have had different values in a vote that passed.
         met: the values of this process have been compared with those of other ranks.
     """
@@ -97,6 +108,7 @@ class UpdateVariables:
         self._left_out: list[object] = []  # objects whose attributes the session keeps for each rank
         self._history = VariableHistory()  # of the variables that the ranks compare
         self._of_rank = VariableHistory()  # of all variables
+        self.set_once: dict[str, bool] = {}
         self.mixed = False
         self.met = False
 
@@ -135,6 +147,10 @@ class UpdateVariables:
         found = self._undeclared(placed, places)
         self._names.update(found)
         self._partly |= found.keys() & {each.name for each in placed if each.partly}
+        for name, (at, _) in found.items():
+            once = set_once(places[: places.index(at) + 1])
+            if name in once:
+                self.set_once[name] = once[name]
         if self._warns:
             self._file_names.update(self._undeclared(file_variables(places), places))
 
@@ -155,6 +171,11 @@ class UpdateVariables:
             if history.continues:
                 history.passes_end(_plain(values_of(history.newest), self._source))
 
+    def enters_loop(self) -> None:
+        """Read the values where this process enters the loop of the state that it continues."""
+        if self._of_rank.continues:
+            self._of_rank.enters(_plain(values_of(self._of_rank.newest), self._source))
+
     def look(self, *, joins: bool) -> None:
         """Read the values at the first update of a block.
 
@@ -166,10 +187,14 @@ class UpdateVariables:
         if not self._names or self._of_rank.values:
             return
         found = _values(self._names)
-        self._of_rank.values = _plain(found, self._source)
+        values = _plain(found, self._source)
+        self._of_rank.values = {
+            **values,
+            **dict.fromkeys((found.keys() & self._of_rank.first) - values.keys(), OBJECT),
+        }
         self._history.values = {
             name: value
-            for name, value in self._of_rank.values.items()
+            for name, value in values.items()
             # An array that some steps fill is often the data of one rank.
             if name not in self._partly or isinstance(found[name], PlainValue | np.generic | None)
         }
@@ -178,22 +203,36 @@ class UpdateVariables:
         if self.again and not joins:
             self.refuse()
         if again := self._of_rank.begun_again(self._names):
-            self._refuse(again, self._of_rank, HINT_OF_RANK)
-        self._warn_of_set_once()
+            of_rank = all(self._of_rank.newest[name] not in (value, OBJECT) for name, value in again.items())
+            self._refuse(again, self._of_rank, HINT_OF_RANK if of_rank else HINT_OF_ANY)
+        self._note_set_once(joins=joins)
 
-    def _warn_of_set_once(self) -> None:
-        """Warn of numbers that were the same in all steps of the job until now, if this process continues the job.
+    def _note_set_once(self, *, joins: bool) -> None:
+        """Warn of numbers and arrays that were the same in all steps of the job until now, and have another value.
 
-        The script may set them once from data (the first loss). It may also have been started with another setting.
+        The script may set them once from data (the first loss). It may also have been started with another setting. A
+        replacement has the settings of the lost process, so an array of one rank is refused there. A number may be a
+        time.
+
+        Raises:
+            StepError: such an array differs in a replacement.
         """
-        new = self._history.set_once()
-        if new and self._history.continues and self._warns and self._told.isdisjoint(new):
+        arrays = {
+            name: value
+            for name, value in self._of_rank.set_once().items()
+            if is_array(value) and name in self.set_once
+        }
+        if joins and arrays:
+            self._refuse(arrays, self._of_rank, HINT_OF_RANK)
+        found = {**self._history.set_once(), **arrays}
+        new = {name: value for name, value in found.items() if name in self.set_once or not is_array(value)}
+        if new and self._warns and self._told.isdisjoint(new):
             self._told.update(new)
             log.warning(
                 "holdfast: the updates depend on %s, until now on %s. What the script sets once from data is kept in "
                 "session(state={...}): a process that joins or resumes would set it again",
                 _shown(new),
-                _shown({name: self._history.newest[name] for name in new}),
+                _shown({**self._of_rank.newest, **self._history.newest}, new),
             )
 
     def _warn(self, what: str, names: Names, values: Mapping[str, PlainValue]) -> None:
@@ -223,7 +262,7 @@ class UpdateVariables:
         begun = ", as at the first step of the job" if history.has_first_values(again) else ""
         raise StepError(
             f"the updates depend on {_shown(again)}{begun}; at the step before: "
-            f"{_shown({name: history.newest[name] for name in again})}. This process continues the job, and the "
+            f"{_shown({name: history.before(name) for name in again})}. This process continues the job, and the "
             "script does not continue with these values",
             hint=f"{hint}; session(verify_block=0) leaves out this check",
         )
@@ -270,11 +309,33 @@ class UpdateVariables:
         Args:
             ended: an epoch ends with the open block.
         """
-        newest = self._of_rank.values or self._of_rank.newest
-        compared = self._history.values or self._history.newest
-        if not newest or (not self.mixed and newest.keys() == compared.keys()):
+        if self._are_of_rank():
+            return {KEY: self._of_rank.kept_after(ended=ended)}
+        # The vote of this step may show that the ranks differ, and a rank may be lost right after it.
+        here, newest = self._of_rank.values, self._of_rank.newest
+        changed = {name for name in self._of_rank.unchanged if here.get(name, newest[name]) != newest[name]}
+        return {KEY: self._of_rank.kept_after(changed, ended=ended)} if changed else {}
+
+    def _are_of_rank(self) -> bool:
+        """Return whether some variables are not compared between the ranks."""
+        every, compared = self._of_rank.values, self._history.values
+        if not every:  # no update in this block
+            every, compared = self._of_rank.newest, self._history.newest
+        return bool(every) and (self.mixed or every != compared)
+
+    def passed(self) -> dict[str, Any]:
+        """Read the variables that have had one value in all updates, where the script takes the next step.
+
+        Return values under ``KEY`` for the rank-local values of this next step; empty: they need no change.
+        """
+        if not (names := self._of_rank.unchanged - self._partly):
             return {}
-        return {KEY: self._of_rank.kept_after(ended=ended)}
+        places = {name: self._names[name][0] for name in names & self._names.keys()}
+        here = {place for place in set(places.values()) if runs_at(place)}
+        values = values_of(name for name, place in places.items() if place in here)
+        if not self._of_rank.passes(_plain(values, self._source)):
+            return {}
+        return {KEY: self._of_rank.kept(None if self._are_of_rank() else names)}
 
     def names(self) -> str:
         """Return the names of the variables as text; empty: there are none."""
@@ -403,5 +464,6 @@ def _content_as_text(content: bytes) -> str:
     return f"with checksum {zlib.crc32(content):08x}" if content.strip(b"\0") else ZEROS
 
 
-def _shown(values: Mapping[str, PlainValue]) -> str:
-    return ", ".join(f"{name} = {value!r}" for name, value in list(values.items())[:VARIABLES_MAX])
+def _shown(values: Mapping[str, PlainValue], names: Iterable[str] | None = None) -> str:
+    shown = list(values if names is None else names)[:VARIABLES_MAX]
+    return ", ".join(f"{name} = {values[name]!r}" for name in shown)

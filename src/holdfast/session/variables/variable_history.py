@@ -6,11 +6,16 @@ steps of an epoch. Then it has begun again only if the source shows that no epoc
 loop only adds has also begun again if it is smaller than at the step before: the script may begin its count at an epoch
 of a checkpoint of its own. An array has begun again if it has only zeros, and had other numbers at the step before: the
 script fills it at some steps.
+
+A count has its first value at the first update, and changes behind it. If the job goes back to the second step, the
+values at the updates do not show that it has begun again. So the values where the script takes the next step count as
+well, for variables that have had one value in all updates. The process that continues the job is compared at the same
+place: it begins its loop with the first value, and keeps it up to its update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Set
 from typing import Any, NamedTuple
 
 from holdfast.session.variables.deciding_variables import Places, counts, lasting_variables
@@ -22,16 +27,36 @@ ZEROS = "of zeros"
 """The end of the text for an array or tensor that has only zeros."""
 
 
+ARRAYS = ("an array ", "a tensor ")
+"""The begin of the text for an array or a tensor."""
+
+
+def is_array(value: PlainValue) -> bool:
+    """Return whether ``value`` stands for an array or a tensor."""
+    return isinstance(value, str) and value.startswith(ARRAYS)
+
+
 class _Record(NamedTuple):
     """The values of variables at the first step of the job and at the newest one.
 
     Attributes:
         ended: an epoch ended with the newest step.
+        passed: the values where the script has taken the step after the newest one, of variables that have changed
+            there for the first time.
     """
 
     first: Mapping[str, PlainValue] = {}
     newest: Mapping[str, PlainValue] = {}
     ended: bool = False
+    passed: Mapping[str, PlainValue] = {}
+
+    def of(self, names: Container[str]) -> _Record:
+        """Return the part for ``names``."""
+        first, newest, passed = (
+            {name: value for name, value in values.items() if name in names}
+            for values in (self.first, self.newest, self.passed)
+        )
+        return _Record(first, newest, self.ended, passed)
 
 
 class VariableHistory:
@@ -47,6 +72,9 @@ class VariableHistory:
         self.continues = False
         self._record = _Record()
         self._at_end: Mapping[str, PlainValue] = {}  # values at the end of the loop of the loaded state
+        self._at_begin: Mapping[
+            str, PlainValue
+        ] = {}  # values where this process enters the loop of the loaded state
 
     @property
     def newest(self) -> Mapping[str, PlainValue]:
@@ -55,7 +83,9 @@ class VariableHistory:
 
     def stand_at(self, kept: object) -> None:
         """Take over the history in ``kept``, a result of :meth:`kept`. Another value is no history."""
-        if isinstance(kept, list) and len(kept) == len(_Record._fields):
+        if isinstance(kept, list) and 3 <= len(kept) <= len(
+            _Record._fields
+        ):  # earlier versions had no last entry
             self._record, self.continues = _Record(*kept), True
 
     def passes_end(self, values: Mapping[str, PlainValue]) -> None:
@@ -64,6 +94,35 @@ class VariableHistory:
         The code after the loop may change the variables before the first update.
         """
         self._at_end = values
+
+    def enters(self, values: Mapping[str, PlainValue]) -> None:
+        """Take ``values`` for those with which this process enters the loop of the loaded state."""
+        self._at_begin = values
+
+    @property
+    def first(self) -> Set[str]:
+        """The variables with a value at the first step of the job."""
+        return self._record.first.keys()
+
+    @property
+    def unchanged(self) -> Set[str]:
+        """The variables that have had one value in all updates."""
+        first, newest, *_ = self._record
+        return {name for name, value in newest.items() if first.get(name) == value}
+
+    def passes(self, values: Mapping[str, PlainValue]) -> bool:
+        """Record ``values`` of unchanged variables where the script takes the next step.
+
+        Return whether the history has changed.
+        """
+        before = self._record.passed
+        changed = {name: value for name, value in values.items() if self.newest.get(name, value) != value}
+        self._record = self._record._replace(passed=changed)
+        return changed != before
+
+    def before(self, name: str) -> PlainValue:
+        """Return the value with which the job has come to the open block, as far as it is known."""
+        return self._record.passed.get(name, self.newest[name])
 
     def begun_again(self, names: Names) -> dict[str, PlainValue]:
         """Return the values in the open block of the variables that have begun again."""
@@ -80,6 +139,8 @@ class VariableHistory:
             return True
         may_begin = self._record.ended and name not in lasting_variables(places)
         again = self._record.first.get(name) == value or (isinstance(value, str) and value.endswith(ZEROS))
+        if value == before == self._at_begin.get(name):
+            before = self.before(name)
         return again and value != before and not may_begin
 
     def has_first_values(self, values: Mapping[str, PlainValue]) -> bool:
@@ -87,21 +148,32 @@ class VariableHistory:
         return all(self._record.first.get(name) == value for name, value in values.items())
 
     def set_once(self) -> dict[str, PlainValue]:
-        """Return the numbers in the open block that differ from all steps before, in which they were the same."""
-        first, newest, _ = self._record
+        """Return the numbers, arrays and tensors in the open block that were the same in all steps before, and differ.
+
+        Empty if this process does not continue the job.
+        """
+        first, newest, *_ = self._record
         return {
             name: value
             for name, value in self.values.items()
-            if isinstance(value, float) and first.get(name, value) == newest.get(name, value) != value
+            if self.continues
+            and (isinstance(value, float) or is_array(value))
+            and first.get(name, value) == newest.get(name, value) != value
         }
 
-    def kept(self) -> list[Any]:
-        """Return the history for the state."""
-        return list(self._record)
+    def kept(self, names: Container[str] | None = None) -> list[Any]:
+        """Return the history for the state, of ``names`` alone unless they are None."""
+        return list(self._record if names is None else self._record.of(names))
 
-    def kept_after(self, *, ended: bool) -> list[Any]:
-        """Return the history for the state after the open block. ``ended``: an epoch ends with it."""
-        return list(self._next(ended=ended))
+    def kept_after(self, names: Container[str] | None = None, *, ended: bool) -> list[Any]:
+        """Return the history for the state after the open block.
+
+        Args:
+            names: as in :meth:`kept`.
+            ended: an epoch ends with the block.
+        """
+        record = self._next(ended=ended)
+        return list(record if names is None else record.of(names))
 
     def committed(self, *, ended: bool) -> None:
         """Record that the step of the open block is committed. ``ended``: an epoch ends with it."""

@@ -13,15 +13,15 @@ session's state is a copy of that number.
 
 Two kinds of change count. The tensor itself was written. Or a container that existed before the first step holds
 another tensor under the same key (``shadow[name] = decay * shadow[name] + ...``). A list that each step makes again is
-no such container. A sample of the elements is compared. Tensors are found again by weak references, so none is kept
-alive.
+no such container, unless the source shows that it follows from the one before. A sample of the elements is compared.
+Tensors are found again by weak references, so none is kept alive.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ from holdfast.text import plural
 
 SAMPLE = 256
 _SHARED = (type(None), int, float, complex, str, bytes, tuple)
-_Slot = tuple[int, object]  # id of the container, and the key
+_Slot = tuple[int, object]  # id of the container, and the key; 0 and the path
 
 
 class _Seen(NamedTuple):
@@ -66,11 +66,12 @@ class UndeclaredTensors:
         # Digests or counters by slot, for slots that existed at the first call of ``changed``; None: before that call.
         self._slots: dict[_Slot, int] | None = None
 
-    def changed(self, variables: Mapping[str, object]) -> list[str]:
+    def changed(self, variables: Mapping[str, object], renewed: Set[str] = frozenset()) -> list[str]:
         """Return descriptions of the tensors that have changed since the previous call. Waits for the device.
 
         Args:
             variables: the script's variables by name.
+            renewed: variables and attributes whose container each step replaces by one that follows from it.
         """
         self._schedules.search()
         trained = self._state.trained()
@@ -83,7 +84,7 @@ class UndeclaredTensors:
         numbers = set(_ints_in(self._state.extras))
         for place in places_in(variables, self._known_objects(), self._trained_objects()):
             value = place.value
-            slot = (id(place.container), place.key)
+            slot = _slot(place, renewed)
             if isinstance(value, int):
                 if self._slots is not None and self._slots.get(slot, value) != value and value not in numbers:
                     counters.append(place.path)
@@ -131,6 +132,13 @@ class UndeclaredTensors:
             yield from map(_memory, parameters_of(inner))
             yield from (_memory(item) for _, item in arrays_in(list(inner.state.values()), ""))
         yield from (_memory(place.value) for place in places_in({"": state.extras}, ()))
+
+
+def _slot(place: Place, renewed: Set[str]) -> _Slot:
+    """Return what identifies a place: container and key, or the path in a container that each step replaces."""
+    if place.path.rpartition("[")[0] in renewed:
+        return 0, place.path
+    return id(place.container), place.key
 
 
 def _in_words(changed: list[Place], weights: Iterable[Counter[torch.Size]]) -> list[str]:

@@ -1,0 +1,151 @@
+"""The variables that a script sets once, and those of them that follow from a collective of the script.
+
+Theory. A variable that the first block sets from its data, and later blocks use, is set from other data by a process
+that joins or resumes.
+
+A block may set a statistic if it has none yet, from a sum over the ranks that each block makes::
+
+    dist.all_reduce(mean)
+    if self.mean is None:
+        self.mean = mean
+
+The check of a block runs it without peers. So the check sets the variable from the data of this rank, and no later run
+sets it again. All runs agree in their results and in their collectives, so no comparison of them shows this.
+
+The search takes the assignments of a block in the order of the source. What a collective changes or returns is
+*summed*, and so is what is assigned from it. An assignment is made *once* if its condition is about a variable that is
+assigned under this condition.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+
+from holdfast.runtime.worker.script_frames import owners_of
+from holdfast.session.variables.called_bodies import CallWithBody, chain
+from holdfast.session.variables.data_flow import (
+    Assignment,
+    assigned_value,
+    leaves_turn,
+    names_in,
+    targets,
+    written,
+)
+from holdfast.session.variables.deciding_variables import Places, block_at, outermost_loop
+
+_COLLECTIVE = re.compile(r"(all_(reduce|gather|to_all)\w*|reduce_scatter\w*|broadcast(_object_list)?)$")
+_OUTPUTS = ("tensor", "tensor_list", "output", "output_tensor", "object_list", "output_tensor_list")
+"""Names of the argument that a collective changes, which is also the first one."""
+
+
+@cache
+def set_once(places: Places) -> Mapping[str, bool]:
+    """Return the variables at the last of ``places`` that the loop there sets once.
+
+    The value is True if the block sets the variable from a collective.
+    """
+    found: dict[str, bool] = {}
+    for node, inside in ((outermost_loop(places), False), (block_at(places), True)):
+        if node is not None:
+            search = _OnceSearch()
+            search.run([node])
+            found |= dict.fromkeys(search.sums if inside else search.once - search.others, inside)
+    return found
+
+
+class _OnceSearch:
+    """The search in one loop or block.
+
+    Attributes:
+        once: the variables that are set once.
+        others: the variables that are set otherwise.
+        sums: those of ``once`` that are set from a collective.
+    """
+
+    def __init__(self) -> None:
+        self.once: set[str] = set()
+        self.others: set[str] = set()
+        self.sums: set[str] = set()
+        self._summed: set[str] = set()
+        self._once = False  # the current statement is under a condition about what is assigned under it
+
+    def run(self, statements: Sequence[ast.AST]) -> None:
+        """Search ``statements``, one after the other."""
+        around = self._once
+        for number, node in enumerate(statements, 1):
+            self._visit(node)
+            if isinstance(node, ast.If) and leaves_turn(node.body):  # the rest runs under the other condition
+                self._once = self._once or _is_about(node.test, statements[number:])
+        self._once = around
+
+    def _visit(self, node: ast.AST) -> None:
+        match node:
+            case ast.If():
+                self._visit(node.test)
+                around = self._once
+                for branch in (node.body, node.orelse):
+                    self._once = around or _is_about(node.test, branch)
+                    self.run(branch)
+                self._once = around
+            case CallWithBody():
+                self.run([*node.args, *(keyword.value for keyword in node.keywords)])
+                self.run(node.body)
+            case ast.Call():
+                self.run(list(ast.iter_child_nodes(node)))
+                if _is_collective(node):
+                    self._summed |= names_in(_output(node))
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
+                self.run(list(ast.iter_child_nodes(node)))
+                self._assign(node)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+                return
+            case _:
+                self.run(list(ast.iter_child_nodes(node)))
+
+    def _assign(self, node: Assignment) -> None:
+        value, names = assigned_value(node), written(targets(node))
+        if value is None:
+            return
+        once = self._once or any(_is_about(test, [node]) for test in _tests_in(value))
+        (self.once if once else self.others).update(names)
+        if any(map(_is_collective, ast.walk(value))) or self._is_summed(names_in([value])):
+            self._summed |= names
+            self.sums |= names & self.once
+        elif not isinstance(node, ast.AugAssign):
+            self._summed -= names
+
+    def _is_summed(self, names: Iterable[str]) -> bool:
+        return any(not self._summed.isdisjoint((name, *owners_of(name))) for name in names)
+
+
+def _is_collective(node: ast.AST) -> bool:
+    match node:
+        case CallWithBody():
+            return False  # its body has the collective
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return _COLLECTIVE.match(name.partition("@")[0]) is not None
+    return False
+
+
+def _output(call: ast.Call) -> Sequence[ast.expr]:
+    """Return the argument that a collective changes."""
+    return call.args[:1] or [each.value for each in call.keywords if each.arg in _OUTPUTS]
+
+
+def _is_about(test: ast.expr, statements: Iterable[ast.AST]) -> bool:
+    """Return whether a condition reads a variable that ``statements`` write."""
+    names = {owner for name in written(statements) for owner in (name, *owners_of(name))}
+    return not names.isdisjoint(names_in([test]))
+
+
+def _tests_in(value: ast.expr) -> list[ast.expr]:
+    """Return the conditions of ``a if b else c`` and of ``a or b``."""
+    match value:
+        case ast.IfExp(test=test):
+            return [test]
+        case ast.BoolOp(op=ast.Or(), values=[first, *_]) if chain(first):
+            return [first]
+    return []
