@@ -86,6 +86,16 @@ def test_stages_of_a_pipeline_by_hand_read_the_same_samples(
     assert "2 faults, 0 steps lost" in output and len(ended) == 2, output
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_object_that_ranks_exchange_after_an_epoch_is_that_of_its_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Regression: a replacement ran this code alone and got its own object, so the run ended with code 1."""
+    _, calm = run(tmp_path / "calm", "adapted", "announced", monkeypatch)
+    output, killed = run(tmp_path / "killed", "adapted", "announced", monkeypatch, KILL_INSIDE=f"{rank}:1")
+    assert "1 fault, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+
+
 def test_parts_of_a_model_with_the_same_names_end_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
