@@ -438,6 +438,28 @@ def test_a_plain_attribute_of_a_module_that_a_new_process_does_not_have_ends_the
     assert not ended
 
 
+def test_an_attribute_that_the_state_of_its_object_leaves_out_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: all attributes of an object in state= counted as kept: other weights, exit code 0."""
+    output, ended = run(tmp_path / "killed", "naive", "partial", monkeypatch, code=Exit.BAD_INPUT, KILL="1:5")
+    said = r"the updates depend on variables of the script \(here progress.weight = 1.0 "
+    assert re.search(f"StepError: step 5: {said}", output) and not ended, output
+    run(tmp_path / "stopped", "naive", "partial", monkeypatch, code=Exit.REQUEUE, STOP="3")
+    output, ended = run(tmp_path / "stopped", "naive", "partial", monkeypatch, code=Exit.BAD_INPUT)
+    assert "StepError: the updates depend on progress.weight = 1.0, as at the first" in output, output
+    assert not ended
+
+
+def test_an_attribute_that_the_state_of_its_object_has_is_no_other_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, calm = run(tmp_path / "calm", "naive", "partial", monkeypatch, PLACE="kept")
+    output, killed = run(tmp_path / "killed", "naive", "partial", monkeypatch, PLACE="kept", KILL="1:5")
+    assert "1 fault, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+    assert "depend on" not in output, "a false alarm"
+
+
 @pytest.mark.parametrize(
     ("name", "kill", "said"),
     [

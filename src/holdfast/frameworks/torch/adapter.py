@@ -317,6 +317,10 @@ class TorchAdapter:
         """Return whether the state of the session has the tensor ``value``, or the attributes of this object."""
         return self.state.declares(value)
 
+    def objects(self) -> list[object]:
+        """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
+        return self.state.plain_objects()
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of a small tensor in the memory of the processor; None: ``value`` is none."""
         return content_of(value, size_bytes_max)

@@ -87,12 +87,17 @@ class VariableHistory:
         return all(self._record.first.get(name) == value for name, value in values.items())
 
     def set_once(self) -> dict[str, PlainValue]:
-        """Return the numbers in the open block that differ from all steps before, in which they were the same."""
+        """Return the numbers in the open block that differ from all steps before, in which they were the same.
+
+        A whole number before is no number from data.
+        """
         first, newest, _ = self._record
         return {
             name: value
             for name, value in self.values.items()
-            if isinstance(value, float) and first.get(name, value) == newest.get(name, value) != value
+            if isinstance(value, float)
+            and isinstance(newest.get(name), float)
+            and first.get(name, value) == newest[name] != value
         }
 
     def kept(self) -> list[Any]:
@@ -105,9 +110,10 @@ class VariableHistory:
 
     def committed(self, *, ended: bool) -> None:
         """Record that the step of the open block is committed. ``ended``: an epoch ends with it."""
-        self._record, self.continues = self._next(ended=ended), False
+        # A block without an update has not compared the values.
+        self._record, self.continues = self._next(ended=ended), self.continues and not self.values
 
     def _next(self, *, ended: bool) -> _Record:
         if not self.values:
-            return self._record
+            return self._record._replace(ended=self._record.ended or ended)
         return _Record({**self.values, **self._record.first}, self.values, ended)
