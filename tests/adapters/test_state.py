@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
+from holdfast.errors import CheckpointMismatch, StateError, StepError, UnsupportedError, UsageError
 from holdfast.frameworks.common import state_tree
 from holdfast.frameworks.common.state_tree import join, split
+from holdfast.frameworks.torch.adapter import TorchAdapter
 from holdfast.frameworks.torch.state.boxes import DTYPES, byte_view, parts_of
 from holdfast.frameworks.torch.state.optimizer_state import Undo, named_optimizers
 from holdfast.frameworks.torch.state.parameter_names import names_of
@@ -372,3 +373,43 @@ def test_a_function_among_the_settings_of_an_optimizer_is_no_state() -> None:
     state.collect()
     state.optimizers["default"].set_hyperparameters([{**group, "lr": 0.25}])
     assert optimizer.param_groups[0]["filter"] is is_vector and optimizer.param_groups[0]["lr"] == 0.25
+
+
+class Container(torch.optim.Optimizer):
+    """An optimizer that leaves its updates to others (torchtitan's ``OptimizersContainer``)."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__(
+            [p for each in optimizers for group in each.param_groups for p in group["params"]], {}
+        )
+
+    def step(self) -> None:  # type: ignore[override]
+        """Let each optimizer make its update."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_an_optimizer_whose_state_another_one_has_is_refused() -> None:
+    """Regression: its momenta were not saved, and a replacement began without them: other weights, exit code 0."""
+    first, second = (torch.optim.Adam([nn.Parameter(torch.ones(2))]) for _ in range(2))
+    with pytest.raises(
+        UnsupportedError, match=r"a Container leaves its updates to optimizers\[0\], whose"
+    ) as one:
+        named_optimizers(Container(first))
+    assert "session(optimizer=it.optimizers[0])" in str(one.value.hint)
+    with pytest.raises(UnsupportedError, match=r"to optimizers\[0\], optimizers\[1\], whose state") as two:
+        named_optimizers(Container(first, second))
+    assert "[it.optimizers[0], it.optimizers[1], ...]" in str(two.value.hint)
+    shared = Container(first)
+    shared.state = first.state
+    assert named_optimizers(shared) == {"default": shared}
+
+
+def test_a_container_of_an_optimizer_of_the_session_may_step() -> None:
+    net = nn.Linear(2, 1)
+    inner, other = torch.optim.Adam(net.parameters()), torch.optim.Adam(net.parameters())
+    adapter = TorchAdapter(net, inner, None, None, {}, 0)
+    adapter._refuse_unknown(Container(inner))
+    with pytest.raises(StepError, match="a Container that the session does not know"):
+        adapter._refuse_unknown(Container(other))

@@ -86,6 +86,16 @@ def test_stages_of_a_pipeline_by_hand_read_the_same_samples(
     assert "2 faults, 0 steps lost" in output and len(ended) == 2, output
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_object_that_ranks_exchange_after_an_epoch_is_that_of_its_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Regression: a replacement ran this code alone and got its own object, so the run ended with code 1."""
+    _, calm = run(tmp_path / "calm", "adapted", "announced", monkeypatch)
+    output, killed = run(tmp_path / "killed", "adapted", "announced", monkeypatch, KILL_INSIDE=f"{rank}:1")
+    assert "1 fault, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+
+
 def test_parts_of_a_model_with_the_same_names_end_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +461,28 @@ def test_a_plain_attribute_of_a_module_that_a_new_process_does_not_have_ends_the
         output
     )
     assert not ended
+
+
+def test_an_attribute_that_the_state_of_its_object_leaves_out_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: all attributes of an object in state= counted as kept: other weights, exit code 0."""
+    output, ended = run(tmp_path / "killed", "naive", "partial", monkeypatch, code=Exit.BAD_INPUT, KILL="1:5")
+    said = r"the updates depend on variables of the script \(here progress.weight = 1.0 "
+    assert re.search(f"StepError: step 5: {said}", output) and not ended, output
+    run(tmp_path / "stopped", "naive", "partial", monkeypatch, code=Exit.REQUEUE, STOP="3")
+    output, ended = run(tmp_path / "stopped", "naive", "partial", monkeypatch, code=Exit.BAD_INPUT)
+    assert "StepError: the updates depend on progress.weight = 1.0, as at the first" in output, output
+    assert not ended
+
+
+def test_an_attribute_that_the_state_of_its_object_has_is_no_other_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, calm = run(tmp_path / "calm", "naive", "partial", monkeypatch, PLACE="kept")
+    output, killed = run(tmp_path / "killed", "naive", "partial", monkeypatch, PLACE="kept", KILL="1:5")
+    assert "1 fault, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+    assert "depend on" not in output, "a false alarm"
 
 
 @pytest.mark.parametrize(

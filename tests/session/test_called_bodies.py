@@ -179,6 +179,15 @@ FOUND: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nif not args.adam:\n    kept *= seen\nseen += 1": (),
     "optimizer.step()\nif args.adam:\n    show = 1\nelse:\n    kept *= seen\nseen += 1": (),
     "optimizer.step()\nif args.adam:\n    kept *= seen\nseen += 1": ("seen",),
+    # So has one that other bools exclude, if the loop does not set them.
+    "optimizer.step()\nif off:\n    kept *= seen\nseen += 1": (),
+    "optimizer.step()\nif off or not args.adam:\n    kept *= seen\nseen += 1": (),
+    "optimizer.step()\nif off and seen:\n    kept *= seen\nseen += 1": (),
+    "optimizer.step()\nif off or seen:\n    kept *= seen\nseen += 1": ("seen",),
+    "optimizer.step()\nif off:\n    kept *= seen\nseen += 1\noff = seen < 9": ("off", "seen"),
+    "if not off or seen > 9:\n    rate = seen\nloss = rate * out\nloss.backward()\noptimizer.step()\nseen += 1": (
+        "seen",
+    ),
     "optimizer.step()\nif args.rate:\n    kept *= seen\nseen += 1": ("seen",),
     "optimizer.step()\nif not args.adam:\n    kept *= seen\nseen += 1\nargs.adam = seen < 9": (
         "args.adam",
@@ -211,6 +220,7 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     rates = types.ModuleType("rates")
     exec(compile(RATES, str(other), "exec"), vars(rates))
     adjust, adjust_deeply = rates.adjust, rates.adjust_deeply
+    off = False
     shows, seen = numbers_from(4), 1  # drawn from after the block
     args = argparse.Namespace(adam=True, rate=0.1)
     net = module.Net()
@@ -219,7 +229,11 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]
     used = (outer, enclosed, own, set_by, shows, seen, rate_now, set_rate, counted, mean, numbers, bound)
-    assert all((*used, set_given, set_scaled, adjust, adjust_deeply, wrapped, twice, args)) and number == 0
+    assert (
+        all((*used, set_given, set_scaled, adjust, adjust_deeply, wrapped, twice, args))
+        and number == 0
+        and not off
+    )
 
 
 TRAINER = """

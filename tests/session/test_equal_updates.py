@@ -31,6 +31,10 @@ class Numbers:
         """Return whether an object is a trainer, or in ``declared``: the tests declare those as state."""
         return isinstance(value, Trainer) or any(value is each for each in self.declared)
 
+    def objects(self) -> list[object]:
+        """Return the declared objects with a state."""
+        return [each for each in self.declared if hasattr(each, "state_dict")]
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return nothing: these tests have no tensors."""
         return None
@@ -403,6 +407,25 @@ def test_an_array_of_one_rank_that_a_replacement_sets_from_other_data_is_refused
 
 def test_an_object_of_all_steps_is_no_value() -> None:
     assert taught(Rank(), 0, object(), 6) == {}
+
+
+def without_an_update(rank: Rank, *, ended: bool) -> Rank:
+    """Let ``rank`` run a block without an update."""
+    rank.checked.opens()
+    rank.checked.committed(ended=ended)
+    return rank
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_resumed_job_whose_first_block_makes_no_update_is_compared_at_its_first_update(ended: bool) -> None:
+    """Regression: such a block ended the comparison, and a count that had begun again was taken over."""
+    with pytest.raises(StepError, match=r"depend on seen = 0, as at the first step.*before: seen = 7\."):
+        loop(without_an_update(resumed(8, 7), ended=ended), 9, 0, 10)
+    loop(without_an_update(resumed(8, 7), ended=ended), 9, 7, 10)
+
+
+def test_an_epoch_that_ends_without_an_update_may_begin_its_count_again() -> None:
+    epochs(without_an_update(resumed(8, 7), ended=True), 9, 0, 10)
 
 
 def of_one_rank(seen: int, *, ended: bool = False) -> Rank:

@@ -246,6 +246,9 @@ class DescribesUpdates(Protocol):
     def declares(self, value: object) -> bool:
         """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
 
+    def objects(self) -> list[object]:
+        """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of a tensor on the CPU.
 

@@ -34,6 +34,7 @@ from holdfast.frameworks.torch.state.data_parallel import copies_are_known, copy
 from holdfast.frameworks.torch.state.devices import StateDevices, named_errors
 from holdfast.frameworks.torch.state.equal_start import begin_equal
 from holdfast.frameworks.torch.state.optimizer_state import (
+    held_by,
     local_part,
     named_optimizers,
     parameters_of,
@@ -317,6 +318,10 @@ class TorchAdapter:
         """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
         return self.state.declares(value)
 
+    def objects(self) -> list[object]:
+        """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
+        return self.state.plain_objects()
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of ``value``, a small tensor on the CPU; None: ``value`` is no such tensor."""
         return content_of(value, size_bytes_max)
@@ -328,6 +333,8 @@ class TorchAdapter:
         ours = self._foreign.get(id(optimizer))
         if ours is None:
             ours = any(id(p) in self._ours for p in parameters_of(optimizer))
+            # One that leaves its updates to optimizers of the session changes nothing without their votes.
+            ours = ours and not any(id(inner) in self._names for inner in held_by(optimizer).values())
             self._foreign[id(optimizer)] = ours
         if ours:
             raise StepError(

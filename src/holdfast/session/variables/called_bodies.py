@@ -10,9 +10,9 @@ up in the running script, so the search needs the frames of the script on the st
 has wrapped (``DistributedDataParallel``, ``torch.compile``) counts as a call of the module in it, under the variable of
 the script that has this module, if there is one.
 
-A branch that a flag of ``argparse`` excludes is left out. Functions of libraries are left out, and so are functions
-below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies. The functions in which the update is made now are a part of
-the loop: they add nothing to the depth.
+A branch that flags exclude is left out: those of ``argparse``, and bools that the loop does not set. Functions of
+libraries are left out, and so are functions below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies. The functions in
+which the update is made now are a part of the loop: they add nothing to the depth.
 """
 
 from __future__ import annotations
@@ -135,24 +135,41 @@ class _Bodies(ast.NodeTransformer):
         self._inner = inner
         attributes = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
         self._assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+        self._variables = {
+            node.id
+            for node in ast.walk(loop)
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+        }
+        for node in ast.walk(tree_of(place[0])):
+            if isinstance(node, ast.Global | ast.Nonlocal):
+                self._variables.update(node.names)
         self._depth = 0
         self._active: list[CodeType] = []
         self._count = 0
 
-    def visit_If(self, node: ast.If) -> ast.AST:
-        match self._setting(node.test):
-            case True:
-                node.orelse = []
-            case False:
-                node.body = [ast.Pass()]
-        return self.generic_visit(node)
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        setting = self._setting(node.test)
+        if setting is None:
+            return self.generic_visit(node)
+        return list(self._visited(node.body if setting else node.orelse)) or ast.Pass()
+
+    def _visited(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+        for statement in statements:
+            found = self.visit(statement)
+            yield from found if isinstance(found, list) else [found]
 
     def _setting(self, test: ast.expr) -> bool | None:
-        """Return the value of a flag of the command line, which does not change in the loop; None: it is no such."""
+        """Return the value of flags, which do not change in the loop; None: the condition has other parts."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=flag):
                 value = self._setting(flag)
                 return None if value is None else not value
+            case ast.BoolOp(op=op, values=flags):
+                values, decides = [self._setting(flag) for flag in flags], isinstance(op, ast.Or)
+                return decides if decides in values else None if None in values else not decides
+            case ast.Name(id=name) if name not in self._variables:
+                found = _value(name, self._place)
+                return found if isinstance(found, bool) else None
             case ast.Attribute(value=owner, attr=name) if chain(owner) and name not in self._assigned:
                 arguments = _value(chain(owner), self._place)
                 value = arguments.__dict__.get(name) if isinstance(arguments, argparse.Namespace) else None
@@ -168,15 +185,15 @@ class _Bodies(ast.NodeTransformer):
         deeper = 0 if any(has_line(code, *place) for place in self._inner) else 1
         if self._depth + deeper > DEPTH_MAX:
             return node
-        definition = None if code in self._active or not of_script(code.co_filename) else _definition(code)
-        if definition is None:
+        source = None if code in self._active or not of_script(code.co_filename) else definition(code)
+        if source is None:
             return node
         self._count += 1
-        names = _Names(definition, node, callee, f"{LOCAL}{self._count}", self._place[0])
-        statements = [names.visit(statement) for statement in definition.body]
+        names = _Names(source, node, callee, f"{LOCAL}{self._count}", self._place[0])
+        statements = [names.visit(statement) for statement in source.body]
         self._active.append(code)
         self._depth += deeper
-        body = [*names.bindings(), *(self.visit(statement) for statement in statements)]
+        body = [*names.bindings(), *self._visited(statements)]
         self._active.pop()
         self._depth -= deeper
         return CallWithBody(node, body, updates=callee.updates)
@@ -206,9 +223,9 @@ def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
     updates = False
     if isinstance(called, ast.Attribute):
         holder = _value(chain(called.value), place)
-        value = _static(holder, called.attr)
-        updates = called.attr == "step" and "param_groups" in _instance(holder)
-        if isinstance(value, FunctionType) and called.attr not in _instance(holder):
+        value = static_of(holder, called.attr)
+        updates = called.attr == "step" and "param_groups" in instance_of(holder)
+        if isinstance(value, FunctionType) and called.attr not in instance_of(holder):
             owner = called.value  # a method, and not a function in a module or in an attribute
         elif isinstance(value, staticmethod):
             value = value.__func__
@@ -224,7 +241,7 @@ def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
     elif value is not None and not _is_code(value):
         wrapped = _unwrapped(value, called, place)
         kind, owner = type(wrapped.module), wrapped.name
-        value = _static(kind, "forward") or _static(kind, "__call__")
+        value = static_of(kind, "forward") or static_of(kind, "__call__")
     found = inspect.unwrap(value) if callable(value) else None
     return _Callee(found, owner, updates, given) if isinstance(found, FunctionType) else None
 
@@ -252,7 +269,7 @@ def _unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> _Module
 
 def is_of_library(module: object) -> bool:
     """Return whether ``module`` is a module whose ``forward`` is no code of the script."""
-    forward = _static(type(module), "forward")
+    forward = static_of(type(module), "forward")
     return isinstance(forward, FunctionType) and not of_script(forward.__code__.co_filename)
 
 
@@ -272,26 +289,27 @@ def _value(name: str, place: tuple[str, int]) -> object:
     first, *attributes = name.split(".")
     value = values_of([first], place).get(first)
     for attribute in attributes:
-        value = _static(value, attribute)
+        value = static_of(value, attribute)
     return value
 
 
-def _static(holder: object, attribute: str) -> object:
-    found = _instance(holder).get(attribute)
+def static_of(holder: object, attribute: str) -> object:
+    """Return an attribute of an object or its class without a call of code of the script; None: there is none."""
+    found = instance_of(holder).get(attribute)
     if found is not None:
         return found
     kind = holder if isinstance(holder, type) else type(holder)
     return next((vars(base)[attribute] for base in kind.__mro__ if attribute in vars(base)), None)
 
 
-def _instance(holder: object) -> dict[str, object]:
+def instance_of(holder: object) -> dict[str, object]:
     """Return the attributes of an object, and the modules that a torch module holds."""
     attributes = {} if isinstance(holder, type) else getattr(holder, "__dict__", {})
     modules = attributes.get("_modules")
     return {**modules, **attributes} if isinstance(modules, dict) else attributes
 
 
-def _definition(code: CodeType) -> ast.FunctionDef | None:
+def definition(code: CodeType) -> ast.FunctionDef | None:
     """Return a new syntax tree of a function; None: its source is not there, or it is a lambda."""
     tree = _parsed(_text(code))
     return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)

@@ -47,6 +47,7 @@ from holdfast.session.variables.deciding_variables import (
     places_in_script,
     stores,
 )
+from holdfast.session.variables.kept_attributes import kept_by
 from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.unassigned_variables import NotAssigned
 from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory, is_array
@@ -358,12 +359,20 @@ class UpdateVariables:
 
     def _declared(self, name: str, place: tuple[str, int]) -> bool:
         """Return whether the value, or an owner of the attribute (``self.rate``), is state of the session."""
-        found = values_of([*owners_of(name), name], place)
-        values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
+        owners = owners_of(name)
+        found = values_of([*owners, name], place)
         if any(value is item for value in found.values() for item in self._left_out):
             return True
         source = self._source
-        return source is not None and any(source.declares(value) for value in values)
+        if source is None:
+            return False
+        values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
+        objects = source.objects()
+        kept = kept_by(objects)
+        if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:
+            return True
+        whole = (value for value in values if not any(value is item for item in objects))
+        return any(id(value) in kept.objects for value in values) or any(map(source.declares, whole))
 
 
 def identified(*parts: bytes) -> int:

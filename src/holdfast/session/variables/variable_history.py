@@ -150,15 +150,16 @@ class VariableHistory:
     def set_once(self) -> dict[str, PlainValue]:
         """Return the numbers, arrays and tensors in the open block that were the same in all steps before, and differ.
 
-        Empty if this process does not continue the job.
+        Empty if this process does not continue the job. A whole number before is no number from data.
         """
         first, newest, *_ = self._record
         return {
             name: value
             for name, value in self.values.items()
             if self.continues
-            and (isinstance(value, float) or is_array(value))
-            and first.get(name, value) == newest.get(name, value) != value
+            and name in newest
+            and (is_array(value) or (isinstance(value, float) and isinstance(newest[name], float)))
+            and first.get(name, value) == newest[name] != value
         }
 
     def kept(self, names: Container[str] | None = None) -> list[Any]:
@@ -177,9 +178,10 @@ class VariableHistory:
 
     def committed(self, *, ended: bool) -> None:
         """Record that the step of the open block is committed. ``ended``: an epoch ends with it."""
-        self._record, self.continues = self._next(ended=ended), False
+        # A block without an update has not compared the values.
+        self._record, self.continues = self._next(ended=ended), self.continues and not self.values
 
     def _next(self, *, ended: bool) -> _Record:
         if not self.values:
-            return self._record
+            return self._record._replace(ended=self._record.ended or ended)
         return _Record({**self.values, **self._record.first}, self.values, ended)

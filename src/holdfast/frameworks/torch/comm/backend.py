@@ -278,7 +278,7 @@ def _guard_objects(name: str, alone: Callable[..., None]) -> None:
         state.returning_data(True)
         try:
             if not state.calm and state.check(name) and not (state.looped and setup_record()):
-                state.note_call(name, by_function=True)
+                state.begin_alone(name)
                 return alone(*args, **kwargs)
             return original(*args, **kwargs)
         except GroupAborted as error:

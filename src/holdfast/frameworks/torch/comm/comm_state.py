@@ -386,6 +386,16 @@ class CommState:
         """Return kind and place of the collectives that the script has made on this thread in the newest loopback."""
         return getattr(self._local, "calls", ())
 
+    def begin_alone(self, what: str) -> None:
+        """Count a call of a function of ``torch.distributed`` that completes on local data without a collective.
+
+        Never returns in a newcomer that must not make a collective (``on_collective``).
+        """
+        self.collectives += 1
+        if self._on_collective is not None:
+            self._on_collective(self.collectives, what, False)
+        self.note_call(what, by_function=True)
+
     # ------------------------------------------------------------------ works
 
     def begin(self, what: str, *, joint: bool = False) -> bool:

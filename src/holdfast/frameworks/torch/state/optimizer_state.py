@@ -80,7 +80,8 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
     """Return the session's ``optimizer`` argument as a dict by name.
 
     Raises:
-        UnsupportedError: an optimizer of Megatron, or one that communicates inside its step.
+        UnsupportedError: an optimizer of Megatron, one that communicates inside its step, or one that leaves the
+            updates to others, which have the state.
         UsageError: an object is not an optimizer.
     """
     several = value.values() if isinstance(value, Mapping) else value
@@ -96,7 +97,42 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
                     "the ranks with different weights",
                     hint=COMMUNICATING[base.__name__],
                 )
+        _refuse_container(name, optimizer)
     return named
+
+
+def _refuse_container(name: str, optimizer: Optimizer) -> None:
+    """Raise UnsupportedError for an optimizer whose parameters another one in its attributes updates.
+
+    The other one has the state (momenta), and no save would have it.
+    """
+    ours = {id(parameter) for parameter in parameters_of(optimizer)}
+    others = {
+        path: inner
+        for path, inner in held_by(optimizer).items()
+        if inner.state is not optimizer.state
+        and any(id(parameter) in ours for parameter in parameters_of(inner))
+    }
+    if others and local_part(optimizer) is None:
+        kind, paths = type(optimizer).__name__, list(others)
+        given = f"it.{paths[0]}" if len(paths) == 1 else f"[it.{paths[0]}, it.{paths[1]}, ...]"
+        raise UnsupportedError(
+            f"optimizer {name!r}: a {kind} leaves its updates to {', '.join(paths)}, whose state it does not have",
+            hint=f"session(optimizer={given}), where `it` is the {kind}; its step() may stay in the block",
+        )
+
+
+def held_by(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers in the attributes of another one, also in lists and dicts there, each by its path."""
+    found: dict[str, Optimizer] = {}
+    for name, value in vars(optimizer).items():
+        pairs = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        )
+        found |= {f"{name}[{key!r}]": item for key, item in pairs if isinstance(item, Optimizer)}
+        if isinstance(value, Optimizer):
+            found[name] = value
+    return found
 
 
 def _refuse_megatron(optimizer: Any) -> None:

@@ -440,6 +440,10 @@ class TorchState:
         """Return the entries of the user's state that have a ``state_dict``, by name."""
         return {name: item for name, item in self.extras.items() if has_state(item)}
 
+    def plain_objects(self) -> list[Any]:
+        """Return the values of :meth:`objects` that are neither modules nor optimizers."""
+        return [item for item in self.objects().values() if not isinstance(item, nn.Module | Optimizer)]
+
     def _extra(self, name: str, item: Any, known: Mapping[str, Any]) -> Any:
         if name in known:
             return known[name]

@@ -81,7 +81,8 @@ class UndeclaredTensors:
         slots: dict[_Slot, int] = {}
         changed: dict[int, Place] = {}
         counters: list[str] = []
-        numbers = set(_ints_in(self._state.extras))
+        saved = [item.state_dict() for item in self._state.plain_objects()]
+        numbers = set(_ints_in([self._state.extras, *saved]))
         for place in places_in(variables, self._known_objects(), self._trained_objects()):
             value = place.value
             slot = _slot(place, renewed)
