@@ -287,7 +287,7 @@ def assigned_value(node: Assignment) -> ast.expr | None:
 
 
 def targets(node: Assignment) -> Iterable[ast.expr]:
-    """Return what an assignment writes."""
+    """Return the expressions to which an assignment assigns."""
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 

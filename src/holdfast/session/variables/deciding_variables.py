@@ -2,9 +2,10 @@
 
 Theory. A loop makes a collective or an update under conditions: an ``if`` around it, or an ``if`` before it that
 continues with the next step. An update also depends on the loss, on the learning rate, and on the conditions under
-which the script leaves its loops (an early stop). All this differs between ranks if it depends on a variable that each
-step takes over from the step before. In a replacement such a variable begins again. So the search starts at the names
-in these expressions and follows the values in the loop (``data_flow.py``).
+which the script leaves its loops (an early stop). Each of these expressions may depend on a variable that a step takes
+over from the step before. In a replacement such a variable has its initial value again, so the expression has another
+value there than on the other ranks. The search starts at the names in these expressions and follows the values in the
+loop (``data_flow.py``).
 
 A call of a function of the script counts with the body of that function (``called_bodies.py``). So attributes of an
 object, which its methods read and write, are found by the names ``object.attribute``. A generator that the block draws
@@ -117,7 +118,8 @@ def placed_variables(
 def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
     """Return the variables that may decide whether the loops at ``places`` save a file.
 
-    A file is saved by a function whose name begins with ``save`` or ``copyfile``, also after a dot or an underscore.
+    A function counts as one that saves a file if its name, or a part of it after a dot or an underscore, begins with
+    ``save`` or ``copyfile``.
     """
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):

@@ -53,7 +53,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def _name(target: ast.expr | None) -> str:
-    """Return the name of what a change of ``target`` changes; empty: it has none."""
+    """Return the name of the variable or attribute that a change of ``target`` changes; empty if it has no name."""
     match target:
         case None | ast.Name(ctx=ast.Store()):
             return ""

@@ -89,14 +89,14 @@ class VariableHistory:
             self._record, self.continues = _Record(*kept), True
 
     def passes_end(self, values: Mapping[str, PlainValue]) -> None:
-        """Take ``values`` for those with which this process continues: it is at the end of a loop.
+        """Keep ``values``, the values at the end of a loop, as those with which this process continues.
 
         The code after the loop may change the variables before the first update.
         """
         self._at_end = values
 
     def enters(self, values: Mapping[str, PlainValue]) -> None:
-        """Take ``values`` for those with which this process enters the loop of the loaded state."""
+        """Keep ``values``, the values with which this process enters the loop of the loaded state."""
         self._at_begin = values
 
     @property
@@ -148,9 +148,9 @@ class VariableHistory:
         return all(self._record.first.get(name) == value for name, value in values.items())
 
     def set_once(self) -> dict[str, PlainValue]:
-        """Return the numbers, arrays and tensors in the open block that were the same in all steps before, and differ.
+        """Return the numbers, arrays and tensors that the open block has changed for the first time.
 
-        Empty if this process does not continue the job. A whole number before is no number from data.
+        At all earlier steps each of them had one value. Empty if this process does not continue the job. A whole number before is no number from data.
         """
         first, newest, *_ = self._record
         return {
