@@ -150,7 +150,8 @@ class VariableHistory:
     def set_once(self) -> dict[str, PlainValue]:
         """Return the numbers, arrays and tensors that the open block has changed for the first time.
 
-        At all earlier steps each of them had one value. Empty if this process does not continue the job. A whole number before is no number from data.
+        At all earlier steps each of them had one value. Empty if this process does not continue the job. A variable
+        that was a whole number before is left out, because it is no number from data.
         """
         first, newest, *_ = self._record
         return {
