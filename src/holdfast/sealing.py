@@ -130,10 +130,11 @@ class DirectionSeal(Protocol):
         """
 
     def seal_batch(self, *, local: bool) -> SealedBatch:
-        """Return the object that seals the bytes of the next batch.
+        """Return the object that encrypts or tags the bytes of the next batch.
 
         Args:
-            local: True if both ends are on this host, where only a process with full rights could change the bytes.
+            local: True if both ends are on this host. Only a process with full rights could change the bytes there, so
+                a cheaper protection is enough.
         """
 
     def open_batch(self, *, local: bool) -> OpenedBatch:

@@ -177,7 +177,8 @@ def verify(checkpoint: str, as_json: bool) -> int:
 def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_json: bool) -> int:
     """List the ranks that held the same part of a tensor when CHECKPOINT was saved.
 
-    Only tensors with names like PATTERN are listed. A part is its first element and its size in each dimension.
+    Only tensors with names like PATTERN are listed. A part is printed as the index of its first element and its size,
+    in each dimension.
     """
     if (checkpoint is None) == (group_info is None):
         raise UsageError(

@@ -3,6 +3,7 @@
 - ``ladder``: the answer to a fault.
 - ``decision``: the step at which the job continues.
 - ``stop_policy``: the faults that end a run.
-- ``unmatched_collectives``: the proof that a replacement makes other collectives between two steps than the others.
+- ``unmatched_collectives``: the proof that a replacement makes different collectives between two steps from the other
+  ranks.
 - ``recovery_phases``: the phases of a recovery.
 """

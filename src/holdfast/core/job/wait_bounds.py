@@ -54,7 +54,7 @@ class Running(msgspec.Struct):
 
 
 class Bounds:
-    """The part of :class:`~holdfast.core.job.recovery.Recovery` that runs time limits.
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that starts and checks the time limits.
 
     It shares the facts of the run (``job``) with the recovery.
     """

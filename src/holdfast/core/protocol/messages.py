@@ -548,7 +548,10 @@ class ExitRun(Message, frozen=True):
 
 
 class ExitCancelled(Message, frozen=True):
-    """Message to every agent that no request to leave is in force, so none is to be repeated to the next controller."""
+    """Message to every agent that the request to save and end the run is cancelled.
+
+    An agent repeats an open request to each new controller. After this message the agent no longer repeats it.
+    """
 
     source: str
 

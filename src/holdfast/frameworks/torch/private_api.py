@@ -410,13 +410,15 @@ class _Ended(Work):
 
 
 class _BucketSource(dist.ProcessGroup):
-    """The stand-in for the group of a reducer while the reducer sets its buckets.
+    """The stand-in for the process group of a DDP reducer while the reducer sets its buckets.
 
-    The reducer makes two broadcasts from the first rank of its group: the parameters of all buckets with the number of
-    buckets, then the sizes of the buckets. It receives ``layout``, or its own layout if that is empty or None.
+    The reducer makes two broadcasts from the first rank of its group. The first one has the indices of the parameters
+    of all buckets, and the number of buckets. The second one has the sizes of the buckets. This object answers both
+    with the assignment of parameters to buckets ``layout``. If ``layout`` is empty or None, the reducer gets back the
+    assignment that it has sent.
 
     Attributes:
-        received: what the reducer has received.
+        received: the numbers of each broadcast, as the reducer has received them.
     """
 
     def __init__(self, layout: Buckets | None) -> None:

@@ -3,7 +3,7 @@
 Theory. Before a rank votes for a step, it copies the gradients that the optimizer is about to use, and the settings of
 the optimizer's groups, into shared memory that outlives the process (``store/shared_memory/update_log.py``). The
 replacement of a lost rank loads the newest state from the memory tier (the *kept state*) and makes the later updates
-again. It then has the shards that no other rank holds. All other state comes from the other ranks. See
+again. It then has the boxes that no other rank holds. All other state comes from the other ranks. See
 docs/design/0032-gradient-log.md.
 
 To *foretell* an update is to make it in advance on a copy of the state, and to compare it with the real update.

@@ -90,7 +90,8 @@ class UpdateVariables:
         warns: this rank warns of the variables.
 
     Attributes:
-        set_once: the variables that the script sets once. True: the block does so from what a collective has returned.
+        set_once: the variables that the script sets only once, each with a flag. The flag is True if a block sets the
+            variable from the result of a collective.
         mixed: the ranks have had different values in a vote that passed.
         met: the values of this process have been compared with those of other ranks.
     """

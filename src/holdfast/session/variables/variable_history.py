@@ -125,7 +125,11 @@ class VariableHistory:
         return self._record.passed.get(name, self.newest[name])
 
     def begun_again(self, names: Names) -> dict[str, PlainValue]:
-        """Return the values in the open block of the variables that have begun again."""
+        """Return the variables that have their initial value again in the open block, with these values.
+
+        Such a variable did not continue from its value at the step before. Empty if this process does not continue a
+        job.
+        """
         if not self.continues:
             return {}
         here = {name: self._at_end.get(name, value) for name, value in self.values.items()}

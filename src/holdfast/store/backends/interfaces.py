@@ -223,7 +223,9 @@ class Store(Protocol):
         """
 
     def remove(self, name: str) -> bool:
-        """Remove an attempt, which :meth:`names` omits at once. Return False if another process reads or writes it.
+        """Remove an attempt. Return False if another process reads or writes it.
+
+        From the start of this call on, :meth:`names` does not list the attempt.
 
         Raises:
             StoreWriteError: the attempt cannot be removed.

@@ -167,11 +167,11 @@ def _spread(box: Box, region: Box) -> tuple[int, int, int]:
 
 
 def in_order(reads: list[Read]) -> list[Read]:
-    """Return the reads in the order of the tensors in the files, with all files read in parallel.
+    """Return the reads in an order that advances through all files at the same pace.
 
-    The reads are divided into windows of ``WINDOW_SIZE_BYTES``. Within a window, the reads of one file are in the order
-    of their offsets. So the parts of one target from several files are read while the target is in the processor's
-    cache. The disk reads ahead in several files at once.
+    The reads are sorted by tensor, and cut into windows of ``WINDOW_SIZE_BYTES``. The reads of a window are grouped by
+    file, and are in the order of their offsets in the file. The parts of one target that lie in several files are then
+    in one window, so they are read while the target is in the processor's cache. The disk can read ahead in each file.
     """
 
     def place(read: Read) -> tuple[int, str, int]:

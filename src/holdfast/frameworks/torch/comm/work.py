@@ -57,7 +57,7 @@ def is_bug(error: BaseException) -> bool:
 
 
 class InnerWork(Protocol):
-    """The methods of an inner group's work that this module uses."""
+    """The methods that this module uses of a ``Work``, which torch returns for a collective of an inner group."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
