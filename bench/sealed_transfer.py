@@ -21,7 +21,7 @@ from holdfast.core.ids import Generation
 from holdfast.runtime.net import channel, request_server
 from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.service_names import state_of
-from holdfast.runtime.worker.state_transfer import ServedState, StateServer, Wanted, fetch
+from holdfast.runtime.worker.state_transfer import StateServer, Wanted, fetch
 from holdfast.sealing import BatchTag, FrameSeal, Secret
 from holdfast.store.layouts.layout import Box
 
@@ -55,8 +55,9 @@ def take_way(way: str) -> Secret:
 def serve(way: str, size_bytes: int, at: Address) -> None:
     """Serve until the standard input ends."""
     data = memoryview(bytearray(size_bytes))
-    state = ServedState(lambda fqn, box, start, stop: data[start:stop], b"")
-    server = StateServer(state, None, take_way(way), state_of(0, FIRST))
+    server = StateServer(
+        lambda fqn, box, start, stop: data[start:stop], b"", take_way(way), state_of(0, FIRST)
+    )
     print(*server.start(at), flush=True)
     sys.stdin.read()
 

@@ -105,9 +105,9 @@ async def main():
 asyncio.run(main())
 """
 ANSWERS = """
-from holdfast.runtime.worker.state_transfer import ServedState, StateServer
+from holdfast.runtime.worker.state_transfer import StateServer
 from holdfast.runtime.net.service_names import state_of
-print(*StateServer(ServedState(view, VALUES), None, SECRET, state_of(0, FIRST)).start(Address(sys.argv[2])), flush=True)
+print(*StateServer(view, VALUES, SECRET, state_of(0, FIRST)).start(Address(sys.argv[2])), flush=True)
 own_work()
 """
 ZYGOTE = """

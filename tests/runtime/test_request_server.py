@@ -16,7 +16,7 @@ import pytest
 from holdfast.runtime.net import request_server
 from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.service_names import state_of
-from holdfast.runtime.worker.state_transfer import ServedState, StateServer, fetch
+from holdfast.runtime.worker.state_transfer import StateServer, fetch
 from tests.runtime.runs import BOUND_S, SOURCE
 from tests.runtime.test_state_transfer import FIRST, SECRET, VALUES, view
 
@@ -27,7 +27,7 @@ HALF_A_FRAME = b"\0\0\x03\0" + bytes(256)
 @pytest.fixture
 def at() -> Iterator[Address]:
     """Yield the address of a server."""
-    server = StateServer(ServedState(view, VALUES), None, SECRET, state_of(0, FIRST))
+    server = StateServer(view, VALUES, SECRET, state_of(0, FIRST))
     yield server.start(LOOPBACK)
     server.close()
 
@@ -77,9 +77,9 @@ CHILD = """
 import os, resource, sys
 from tests.runtime.test_state_transfer import FIRST, SECRET, VALUES, view
 from holdfast.runtime.net.addresses import LOOPBACK
-from holdfast.runtime.worker.state_transfer import ServedState, StateServer
+from holdfast.runtime.worker.state_transfer import StateServer
 from holdfast.runtime.net.service_names import state_of
-print(StateServer(ServedState(view, VALUES), None, SECRET, state_of(0, FIRST)).start(LOOPBACK).port, flush=True)
+print(StateServer(view, VALUES, SECRET, state_of(0, FIRST)).start(LOOPBACK).port, flush=True)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 sys.stdin.readline()
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))

@@ -23,7 +23,7 @@ from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.blocking_channel import BlockingChannel
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.worker import state_transfer
-from holdfast.runtime.worker.state_transfer import PIECE_SIZE_BYTES, ServedState, StateServer, Wanted, fetch
+from holdfast.runtime.worker.state_transfer import PIECE_SIZE_BYTES, StateServer, Wanted, fetch
 from holdfast.sealing import Secret
 from holdfast.store.layouts.box import Box, Extent
 from tests.runtime.runs import SOURCE
@@ -62,8 +62,7 @@ class Servers:
 
     def add(self, rank: int, secret: Secret = SECRET, **changed: object) -> StateServer:
         """Start one more server."""
-        state = ServedState(changed.get("view", view), VALUES)  # type: ignore[arg-type]
-        server = StateServer(state, None, secret, state_of(rank, FIRST))
+        server = StateServer(changed.get("view", view), VALUES, secret, state_of(rank, FIRST))  # type: ignore[arg-type]
         self.at[rank] = server.start(LOOPBACK)
         self.open.append(server)
         return server
@@ -177,7 +176,7 @@ import sys, time
 from tests.runtime.test_state_transfer import SECRET, VALUES, view
 from holdfast.core.ids import Generation
 from holdfast.runtime.net.addresses import LOOPBACK
-from holdfast.runtime.worker.state_transfer import ServedState, StateServer
+from holdfast.runtime.worker.state_transfer import StateServer
 from holdfast.runtime.net.service_names import state_of
 FIRST = Generation(1, 1)
 def slow(fqn, box, start, stop):
@@ -185,7 +184,7 @@ def slow(fqn, box, start, stop):
         print("asked", flush=True)
         time.sleep(60)
     return view(fqn, box, start, stop)
-print(StateServer(ServedState(slow, VALUES), None, SECRET, state_of(0, FIRST)).start(LOOPBACK).port, flush=True)
+print(StateServer(slow, VALUES, SECRET, state_of(0, FIRST)).start(LOOPBACK).port, flush=True)
 time.sleep(60)
 """
 
@@ -197,17 +196,15 @@ def test_a_holder_that_is_killed_while_it_serves(servers: Servers) -> None:
     ) as child:
         assert child.stdout is not None
         servers.at[0] = Address("127.0.0.1", int(child.stdout.readline()))
-        killed: list[str] = []
+        servers.add(1)
 
         def kill(fqn: str, at: Box, start: int, stop: int) -> memoryview:
-            if killed:
-                return view(fqn, at, start, stop)
             assert child.stdout is not None and child.stdout.readline() == b"asked\n"
             os.kill(child.pid, signal.SIGKILL)
-            killed.append(fqn)
+            servers.open[0]._view = view
             return view(fqn, at, start, stop)
 
-        servers.add(1, view=kill)
+        servers.open[0]._view = kill
         assert fetch(servers.at, servers.wanted((0, 1)), SECRET, FIRST) == VALUES
     servers.check()
 

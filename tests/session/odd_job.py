@@ -448,6 +448,23 @@ def moving(job: Job) -> dict[str, Any]:
     return {}
 
 
+def passing(job: Job) -> dict[str, Any]:
+    """Make a pass in training mode before some blocks, also before a block that runs again."""
+    raw = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    job.model = DistributedDataParallel(raw)
+    job.optimizer = torch.optim.Adam(raw.parameters(), 1e-2)
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            if step.number % 4 == 3:
+                with torch.no_grad():
+                    raw(torch.ones(8, 16))
+            with step as (x, y):
+                job.cut(step.number)
+                job.compute(step.number, x, y)
+                job.update()
+    return {}
+
+
 def evaluate(job: Job, session: Any, scores: list[float]) -> None:
     """Train, with an evaluation as the manual shows."""
     for step in session.steps(job.loader, until=STEPS):
@@ -563,7 +580,7 @@ WAYS = {
     way.__name__: way
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
-        adjusting, moving,
+        adjusting, moving, passing,
         evaluating_shards, resting, updating, streaming, averaging, alternating, owning, leaving,
         stopping, casting, swapping, changing, keeping,
     )

@@ -15,14 +15,8 @@ from holdfast.errors import StateError
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.worker.state_transfer import fetch
 from holdfast.session.checkpoints.state_transfer import StateSource
-from holdfast.session.checkpoints.transfer_snapshot import GivenStates
 from holdfast.store.format.json_values import decode_mapping
 from tests.runtime.runs import Run
-
-
-def state(number: int) -> Any:
-    """Return a collected state without tensors."""
-    return SimpleNamespace(view=lambda fqn, box: memoryview(b""), values={"collected": number})
 
 
 def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) -> None:
@@ -34,11 +28,10 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
     def collect(rebuilt: bool) -> Any:
         nonlocal collected
         collected += 1
-        return GivenStates(state(collected), state(-collected))
+        return SimpleNamespace(view=lambda fqn, box: memoryview(b"")), {"collected": collected}
 
-    def read(offer: StateOffered, *, after_code: bool = False) -> object:
-        at = {0: Address(offer.host, offer.port)}
-        found = fetch(at, [], run.secret(), offer.generation, (0,), after_code=after_code)
+    def read(offer: StateOffered) -> object:
+        found = fetch({0: Address(offer.host, offer.port)}, [], run.secret(), offer.generation, (0,))
         return decode_mapping(found, "values")["collected"]
 
     def require(step: int) -> None:
@@ -51,7 +44,6 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
     giver = StateSource(
         client,
         collect=collect,
-        values=lambda collected: collected.values,
         memory=SimpleNamespace(verify=lambda step: None, require_replayable=require),
         refuse=lambda *given: refused.append(given),
     )
@@ -65,7 +57,6 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         assert offers[2] == offers[0] and read(offers[2]) == 1
         giver.give(msgspec.structs.replace(order, generation=Generation(1, 3)), True)
         assert read(offers[3]) == 2
-        assert offers[3].after_code and read(offers[3], after_code=True) == -2
         assert not refused
         giver.give(msgspec.structs.replace(order, generation=Generation(1, 4), replays=True), True)
         answer: Any = offers[4]
@@ -84,8 +75,7 @@ def test_a_survivor_that_cannot_listen_says_so_and_lives(
     )
     giver = StateSource(
         client,
-        collect=lambda rebuilt: GivenStates(state(1), None),
-        values=lambda collected: collected.values,
+        collect=lambda rebuilt: (SimpleNamespace(view=lambda fqn, box: memoryview(b"")), {}),
         memory=SimpleNamespace(verify=lambda step: None, require_replayable=lambda step: None),
         refuse=lambda *given: offers.append(given),
     )

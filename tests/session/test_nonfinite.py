@@ -73,7 +73,9 @@ def test_warn_tells_once_and_keeps_the_newest_finite_checkpoint_also_in_the_next
     assert steps(tmp_path) == [4, 10, 12]
     caplog.clear()
     trained(tmp_path, last=14, keep=2)
-    assert any("came of gradients with inf or nan in step 5" in r.getMessage() for r in caplog.records)
+    assert any(
+        "was computed from gradients with inf or nan in step 5" in r.getMessage() for r in caplog.records
+    )
     assert steps(tmp_path) == [4, 12, 14]
     caplog.clear()
     found = trained(tmp_path, last=4, bad=(), resume=f"{tmp_path}@4")

@@ -193,7 +193,6 @@ class Replacement:
             kept=plan.takes_kept,
             replays=plan.verdict.replays,
             turns=turns,
-            after_code=all(offer.after_code for offer in self._offers.values()),
         )
 
     def holds(self, member: Member) -> bool:

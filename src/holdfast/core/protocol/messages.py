@@ -172,7 +172,6 @@ class StateOffered(Message, frozen=True):
     step: int
     host: str
     port: int
-    after_code: bool = False  # the state from after the code before the block is served too
 
 
 class StateRefused(Message, frozen=True):
@@ -319,7 +318,6 @@ class Receive(Message, frozen=True):
     kept: bool = False  # take the state that the lost rank left in memory, not the state of the sources
     replays: bool = False  # boxes without a living holder: compute them from a state and log in memory
     turns: int = 0  # epochs and phases that the job has done: a state with another number is refused
-    after_code: bool = False  # every source also serves the state from after the code before the block
 
 
 class ResumeInPlace(Message, frozen=True):

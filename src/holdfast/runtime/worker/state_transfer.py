@@ -8,9 +8,6 @@ those that the holder has sent. If a tag does not match or a holder is lost, the
 from other holders. Nothing is written to disk. The sizes of buffers come from the layout, so no peer can make the
 newcomer allocate memory.
 
-A server may have two states of its rank: those from before and from after the script's code before the block
-(``session/checkpoints/transfer_snapshot.py``). Each request names one of them.
-
 Invariants:
 1. When :func:`fetch` returns, every byte of every buffer has arrived with a matching tag.
 2. A server sends only boxes that its rank declared. It ends with :meth:`StateServer.close`.
@@ -22,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -45,13 +42,10 @@ class AskPieces(msgspec.Struct, frozen=True, tag=True):
     """A request for pieces (byte ranges) of boxes, together at most ``PIECE_SIZE_BYTES`` bytes."""
 
     pieces: tuple[Extent, ...]
-    after_code: bool = False
 
 
 class AskValues(msgspec.Struct, frozen=True, tag=True):
     """A request for the plain (non-tensor) values that are common to all ranks."""
-
-    after_code: bool = False
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
@@ -93,68 +87,45 @@ class Wanted(msgspec.Struct, frozen=True):
     holders: tuple[int, ...]
 
 
-class ServedState(NamedTuple):
-    """One state of a rank.
+class StateServer(AnswerServer[Talk]):
+    """A server that sends one state of this rank, which does not change meanwhile, to processes of the same run.
 
-    Attributes:
+    Args:
         view: returns the bytes of a box that this rank holds; raises :class:`HoldfastError` for another box, and for a
             box that it cannot read.
         values: the encoded plain values.
-    """
-
-    view: View
-    values: bytes
-
-
-class StateServer(AnswerServer[Talk]):
-    """A server that sends the state of this rank, which does not change meanwhile, to processes of the same run.
-
-    Args:
-        before: the state from before the script's code before the block.
-        after: the state from after this code; None: there is none.
         secret: secret of the run.
         service: the service name for this rank and generation, see ``service_names.py``.
         moved: called with the number of bytes that are about to be sent.
     """
 
     def __init__(
-        self,
-        before: ServedState,
-        after: ServedState | None,
-        secret: Secret,
-        service: str,
-        moved: Callable[[int], object] = int,
+        self, view: View, values: bytes, secret: Secret, service: str, moved: Callable[[int], object] = int
     ) -> None:
         super().__init__(_CODEC, secret, service)
         self._moved = moved
-        self._before = before
-        self._after = after
-        self._lock = threading.Lock()  # a view may copy; one call at a time bounds the memory
+        self._view = view
+        self._values = values
+        self._lock = threading.Lock()  # ``view`` may copy; one call at a time bounds the memory
 
     def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
-        if not isinstance(message, AskValues | AskPieces):
-            return Refusal("not a request"), ()
-        state = self._after if message.after_code else self._before
-        if state is None:
-            return Refusal("this rank has no state from after the code before its block"), ()
         if isinstance(message, AskValues):
-            return Values(state.values), ()
-        if not _is_right(message.pieces):
+            return Values(self._values), ()
+        if not isinstance(message, AskPieces) or not _is_right(message.pieces):
             return Refusal("not a request"), ()
         try:
             with self._lock:
-                found = [_find(state.view, piece) for piece in message.pieces]
+                found = [self._find(piece) for piece in message.pieces]
         except HoldfastError as error:
             return Refusal(error.message), ()
         self._moved(sum(map(len, found)))
         return Pieces(), found
 
-
-def _find(view: View, piece: Extent) -> memoryview:
-    data = view(piece.fqn, piece.box, piece.start, piece.stop)
-    if len(data) != piece.size_bytes:
-        raise ProtocolError(f"{piece.fqn} has no {piece.stop} bytes here, as many were asked for")
-    return data
+    def _find(self, piece: Extent) -> memoryview:
+        data = self._view(piece.fqn, piece.box, piece.start, piece.stop)
+        if len(data) != piece.size_bytes:
+            raise ProtocolError(f"{piece.fqn} has no {piece.stop} bytes here, as many were asked for")
+        return data
 
 
 def fetch(
@@ -164,8 +135,6 @@ def fetch(
     generation: Generation,
     values_from: Sequence[int] = (),
     moved: Callable[[int], object] = int,
-    *,
-    after_code: bool = False,
 ) -> bytes:
     """Fill all buffers from the holders of their boxes, and return the encoded plain values.
 
@@ -176,15 +145,11 @@ def fetch(
         generation: generation of the servers.
         values_from: ranks to ask for the plain values, in this order until one answers; empty: in the order of ranks.
         moved: called with the number of bytes of each batch that has arrived.
-        after_code: fetch the state from after the script's code before the block, not that from before it.
 
     Raises:
         PeerLost: for some piece, no holder is left that sends it.
     """
-    peers = {
-        rank: _SourcePeer(rank, at, secret, state_of(rank, generation), after_code=after_code)
-        for rank, at in sources.items()
-    }
+    peers = {rank: _SourcePeer(rank, at, secret, state_of(rank, generation)) for rank, at in sources.items()}
     try:
         with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
             order = [peers[rank] for rank in values_from or sorted(peers)]
@@ -222,9 +187,8 @@ class _SourcePeer:
     ``lost``: why the connection is no longer used; empty: it is in use.
     """
 
-    def __init__(self, rank: int, at: Address, secret: Secret, service: str, *, after_code: bool) -> None:
+    def __init__(self, rank: int, at: Address, secret: Secret, service: str) -> None:
         self.rank = rank
-        self._after_code = after_code
         self.lost = ""
         self._at = at
         self._secret = secret
@@ -235,13 +199,13 @@ class _SourcePeer:
     def values(self) -> bytes:
         """Fetch and return the encoded plain values of the holder's state. Raises: PeerLost."""
         with self._lock:
-            return self._ask(AskValues(self._after_code), Values, ()).data
+            return self._ask(AskValues(), Values, ()).data
 
     def take(self, parts: Sequence[_FetchedPart]) -> None:
         """Fetch ``parts`` from the holder into their buffers. Raises: PeerLost."""
         goals = [part.goal for part in parts]
         with self._lock:
-            self._ask(AskPieces(tuple(part.piece for part in parts), self._after_code), Pieces, goals)
+            self._ask(AskPieces(tuple(part.piece for part in parts)), Pieces, goals)
 
     def _ask(self, question: Talk, kind: type[A], goals: Sequence[memoryview]) -> A:
         if self.lost:

@@ -38,7 +38,7 @@ from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
 from holdfast.session.checkpoints.sole_writer import SoleUse
 from holdfast.session.checkpoints.state_transfer import StateSource
-from holdfast.session.checkpoints.transfer_snapshot import GivenStates, TransferSnapshot
+from holdfast.session.checkpoints.transfer_snapshot import TransferSnapshot
 from holdfast.session.failure_reason import hear_why, tell_why
 from holdfast.session.steps.participant import TEXT_LENGTH_MAX, StepParticipant
 from holdfast.session.steps.replica_check import Verifier
@@ -135,7 +135,6 @@ class Checkpointer:
             self._giver = StateSource(
                 rank.client,
                 self._to_give,
-                self._values,
                 tier,
                 rank.refuse,
             )
@@ -209,11 +208,16 @@ class Checkpointer:
         tally = self._votes.cast(ballot)
         return tally.passed and not tally.save
 
-    def _to_give(self, frozen: bool) -> GivenStates:
+    def _collected_to_give(self, frozen: bool) -> tuple[Collected, bool]:
         """Publish the layout of the state for newcomers. Return the result of ``TransferSnapshot.collect``."""
-        states = self._given.collect(frozen)
-        self._votes.tell(states.before)
-        return states
+        collected, at_block = self._given.collect(frozen)
+        self._votes.tell(collected)
+        return collected, at_block
+
+    def _to_give(self, frozen: bool) -> tuple[Collected, dict[str, object]]:
+        """Return state and plain values for newcomers; ``frozen``: those of the start of an aborted block."""
+        collected, at_block = self._collected_to_give(frozen)
+        return collected, {**self._values(collected), "at_block": at_block}
 
     def _plan(self) -> tuple[Catalogue, SavePlan]:
         """Return the catalogue of all ranks and the plan of a save. Raises: StateError: the layouts do not fit."""
@@ -482,7 +486,7 @@ class Checkpointer:
         copies: tuple[CopyDigest, ...] = ()
         try:
             self._require_weights()
-            collected = self._to_give(frozen).before
+            collected, _ = self._collected_to_give(frozen)
             if self._verifier.active:
                 copies = self._verifier.digests(collected)
         except HoldfastError as error:

@@ -27,12 +27,11 @@ from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
-from holdfast.runtime.worker.state_transfer import ServedState, StateServer, View, Wanted, fetch
+from holdfast.runtime.worker.state_transfer import StateServer, View, Wanted, fetch
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.sealing import Secret
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
-from holdfast.session.checkpoints.transfer_snapshot import GivenStates
 from holdfast.session.steps.participant import TEXT_LENGTH_MAX, StepParticipant
 from holdfast.store.format.json_values import decode_mapping, encode_values
 from holdfast.store.layouts.layout import Box, Catalogue
@@ -60,8 +59,8 @@ class StateSource:
 
     Args:
         client: the connection over which the controller learns where the state is served.
-        collect: returns the states to serve. Its argument is True for the states of the start of an aborted block.
-        values: returns the plain values of a state, which are common to all ranks.
+        collect: returns the state to serve, and the plain values common to all ranks. Its argument is True for the
+            state of the start of an aborted block.
         memory: the memory tier of this rank.
         refuse: reports to the controller that a state in the memory tier is damaged.
     """
@@ -69,8 +68,7 @@ class StateSource:
     def __init__(
         self,
         client: WorkerClient,
-        collect: Callable[[bool], GivenStates],
-        values: Callable[[Collected], Mapping[str, object]],
+        collect: Callable[[bool], tuple[Collected, Mapping[str, object]]],
         memory: MemoryTierQuery,
         refuse: Callable[[Generation, int, CheckpointInvalid], None],
     ) -> None:
@@ -78,10 +76,10 @@ class StateSource:
         self._refuse = refuse
         self._client = client
         self._collect = collect
-        self._values = values
         self._server: StateServer | None = None
-        # The order that the present server carries out, and the offer of the server.
-        self._given: tuple[Settle, StateOffered] | None = None
+        self._given: tuple[Settle, Address] | None = (
+            None  # the order that the present server carries out, and the server's address
+        )
 
     def check_kept(self, settle: Settle) -> None:
         """Check this rank's kept state of the step to which all ranks go back (``settle.rewind``). Report the result.
@@ -96,7 +94,7 @@ class StateSource:
             # No report: the time limit for joining ends the wait of the newcomers.
             log.error("holdfast: this rank cannot go back: %s", error)
         else:
-            self._client.send(self._offer(settle.generation, settle.rewind, NOWHERE))
+            self._offer(settle.generation, settle.rewind, NOWHERE)
 
     def give(self, settle: Settle, frozen: bool) -> None:
         """Serve the state of ``settle.step`` to newcomers, and report the address. Runs in the task thread.
@@ -111,43 +109,30 @@ class StateSource:
         """
         settle = msgspec.structs.replace(settle, vouch=False)
         if self._given is not None and self._given[0] == settle:
-            self._client.send(self._given[1])
+            self._offer(settle.generation, settle.step, self._given[1])
             return
         try:
             if settle.replays:
                 self._memory.require_replayable(settle.step)
-            before, after = self._collect(frozen)
+            collected, plain = self._collect(frozen)
+            values = encode_values(dict(plain))
             service = state_of(self._client.rank, settle.generation)
-            server = StateServer(
-                self._served(before),
-                None if after is None else self._served(after),
-                _secret(self._client),
-                service,
-                self._client.moved,
-            )
+            secret = _secret(self._client)
+            server = StateServer(_pieces_of(collected), values, secret, service, self._client.moved)
             at = server.start(_own_address(self._client))
         except (HoldfastError, OSError) as error:
             log.error("holdfast: this rank cannot give its state: %s", error)
             self._decline(settle, error)
             return
         self.stop()
-        offer = self._offer(settle.generation, settle.step, at, after_code=after is not None)
-        self._server, self._given = server, (settle, offer)
-        self._client.send(offer)
+        self._server, self._given = server, (settle, at)
+        self._offer(settle.generation, settle.step, at)
 
-    def _served(self, collected: Collected) -> ServedState:
-        return ServedState(_pieces_of(collected), encode_values(dict(self._values(collected))))
-
-    def _offer(
-        self, generation: Generation, step: int, at: Address, *, after_code: bool = False
-    ) -> StateOffered:
-        return StateOffered(
-            member_id=self._client.member_id,
-            generation=generation,
-            step=step,
-            host=at.host,
-            port=at.port,
-            after_code=after_code,
+    def _offer(self, generation: Generation, step: int, at: Address) -> None:
+        self._client.send(
+            StateOffered(
+                member_id=self._client.member_id, generation=generation, step=step, host=at.host, port=at.port
+            )
         )
 
     def _decline(self, settle: Settle, error: Exception) -> None:
@@ -217,13 +202,11 @@ def take(
     """
     secret = _secret(client)
     sources = {int(rank): Address(*at) for rank, at in order.sources.items()}
-    local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
-    begun = local.get("begun") == order.step and order.after_code
     catalogue = catalogue_of(order.layouts.by_rank())
     own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
     values = decode_mapping(
-        fetch(sources, [], secret, order.generation, tuple(asked), after_code=begun), "values of a survivor"
+        fetch(sources, [], secret, order.generation, tuple(asked)), "values of a survivor"
     )
     if again is not None and not tensors_of(again.values) <= tensors_of(values):
         # In a pipeline, no survivor knows the plain values of the optimizer for the parameters of this stage.
@@ -244,9 +227,10 @@ def take(
         )
     for want in lost:
         _put(want, adapter, again)
-    held = [want for want in wanted if want not in lost]
-    fetch(sources, held, secret, order.generation, moved=client.moved, after_code=begun)
+    fetch(sources, [w for w in wanted if w not in lost], secret, order.generation, moved=client.moved)
     restore.finish()
+    local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
+    begun = local.get("begun") == order.step and bool(values["at_block"])
     return Resumed(Path("peers"), order.step, values["session"], local, begun)
 
 

@@ -17,12 +17,12 @@ from holdfast.frameworks.torch.steps.impurity_witness import Witness
 
 
 def found_by(state: TorchState) -> dict[str, int]:
-    """Return digests of the optimizer settings, schedules and user state from which a block starts.
+    """Return digests of the optimizer settings, schedules, buffers and user state from which a block starts.
 
     Keys are descriptions of the values. A run without effect restores this state, so the next run must find the same
-    digests.
+    digests. Waits for the device.
     """
-    found = dict(_settings_in(state))
+    found = {**dict(_settings_in(state)), **dict(_buffers_in(state))}
     for name, scheduler in state.schedulers.items():
         found[f"scheduler {name!r}"] = digest_of_value(scheduler.state_dict())
     for name, item in state.plain_extras().items():
@@ -39,6 +39,14 @@ def _settings_in(state: TorchState) -> Iterator[tuple[str, int]]:
         for number, group in enumerate(hyperparameters(optimizer.optimizer)):
             for key, value in group.items():
                 yield f"{key} of group {number} of optimizer {name!r}", digest_of_value(value)
+
+
+def _buffers_in(state: TorchState) -> Iterator[tuple[str, int]]:
+    """Yield a description and a digest of each buffer."""
+    for slot in state.names.buffers:
+        live = slot.get()
+        if live is not None:
+            yield f"buffer {slot.fqn}", digest_of_tensor(live)
 
 
 def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
@@ -59,10 +67,7 @@ def computed_in(state: TorchState, calls: Sequence[str]) -> dict[str, int]:
     found = {f"the gradient of {name}": digest for name, digest in gradients_in(state)}
     if not found:
         return found
-    for slot in state.names.buffers:
-        live = slot.get()
-        if live is not None:
-            found[f"buffer {slot.fqn}"] = digest_of_tensor(live)
+    found.update(_buffers_in(state))
     if calls:
         found["the collectives that the script makes"] = digest_of_value(calls)
     return {**found, **dict(_settings_in(state))}
