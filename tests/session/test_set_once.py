@@ -28,6 +28,8 @@ BLOCKS: dict[str, set[str]] = {
     "value = funcol.all_reduce(value, 'sum', group)\nif mean is None:\n    mean = value": {"mean"},
     "if mean is None:\n    mean = broadcast(value)": {"mean"},
     SUM + "if mean is not None:\n    continue\nmean = value": {"mean"},
+    "work = dist.all_reduce(value, async_op=True)\nwork.wait()\nif mean is None:\n    mean = value": {"mean"},
+    "if mean is None:\n    mean = dist.all_reduce(value, async_op=True)": set(),  # a handle
     "torch.distributed.all_gather(parts, value)\nif mean is None:\n    mean = value": set(),  # its own part
     "if mean is None:\n    mean = value\n" + SUM: set(),
     SUM + "value = y.std()\nif mean is None:\n    mean = value": set(),

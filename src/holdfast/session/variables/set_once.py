@@ -111,6 +111,8 @@ class _OnceSearch:
             return
         once = self._once or any(_is_about(test, [node]) for test in _tests_in(value))
         (self.once if once else self.others).update(names)
+        if _is_handle(value):
+            return
         if any(map(_is_collective, ast.walk(value))) or self._is_summed(names_in([value])):
             self._summed |= names
             self.sums |= names & self.once
@@ -128,6 +130,12 @@ def _is_collective(node: ast.AST) -> bool:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return _COLLECTIVE.match(name.partition("@")[0]) is not None
     return False
+
+
+def _is_handle(value: ast.expr) -> bool:
+    """Return whether a call in ``value`` only begins a collective. A ``wait()`` in a later block is refused there."""
+    calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and _is_collective(node))
+    return any(keyword.arg == "async_op" for call in calls for keyword in call.keywords)
 
 
 def _output(call: ast.Call) -> Sequence[ast.expr]:
