@@ -1,7 +1,7 @@
 """A training with a second model that the script changes behind the update, outside of the session.
 
 Argument: the number of steps between two changes; ``renewed``: rank 0 alone has an average of the weights, in a dict
-that each step makes again.
+that each step makes again; ``late``: the same with a dict that is empty before the first step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def main(every: int) -> None:
     dist.destroy_process_group()
 
 
-def renew() -> None:
-    """Train, and make a new average of the weights from the one before on rank 0."""
+def renew(*, late: bool) -> None:
+    """Train, and make a new average of the weights from the one before on rank 0. ``late``: it begins empty."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     net = torch.nn.Linear(8, 8)
-    average = {name: p.detach().clone() for name, p in net.named_parameters()}
+    average = {} if late else {name: p.detach().clone() for name, p in net.named_parameters()}
     model = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with holdfast.session(model=model, optimizer=optimizer) as s:
@@ -54,12 +54,12 @@ def renew() -> None:
                 model(torch.ones(2, 8)).square().sum().backward()
                 optimizer.step()
             if step.committed and dist.get_rank() == 0:
-                average = {n: 0.9 * average[n] + 0.1 * p.detach() for n, p in net.named_parameters()}
+                average = {n: 0.9 * average.get(n, p) + 0.1 * p.detach() for n, p in net.named_parameters()}
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "renewed":
-        renew()
+    if sys.argv[1] in ("renewed", "late"):
+        renew(late=sys.argv[1] == "late")
     else:
         main(int(sys.argv[1]))

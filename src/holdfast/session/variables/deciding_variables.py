@@ -163,7 +163,6 @@ def lasting_variables(places: Places) -> frozenset[str]:
     return _without(written([loop]), reset)
 
 
-@cache
 def renewed_containers(places: Places) -> frozenset[str]:
     """Return the names of containers of objects that the loops at ``places`` replace by new ones from their content.
 

@@ -38,7 +38,8 @@ from holdfast.text import plural
 
 SAMPLE = 256
 _SHARED = (type(None), int, float, complex, str, bytes, tuple)
-_Slot = tuple[int, object]  # id of the container, and the key; 0 and the path
+_Slot = tuple[int, object]  # id of the container, and the key; ``_BY_PATH`` and the path
+_BY_PATH = 0
 
 
 class _Seen(NamedTuple):
@@ -63,7 +64,8 @@ class UndeclaredTensors:
         self._schedules = UndeclaredSchedules(state)
         self.counters: Sequence[str] = ()
         self._seen: dict[int, _Seen] = {}
-        # Digests or counters by slot, for slots that existed at the first call of ``changed``; None: before that call.
+        # Digests or counters by slot. Slots by path are added at each call of ``changed``. Other slots are added at the
+        # first call only, because a later container may have the id of another one. None: before the first call.
         self._slots: dict[_Slot, int] | None = None
 
     def changed(self, variables: Mapping[str, object], renewed: Set[str] = frozenset()) -> list[str]:
@@ -104,7 +106,8 @@ class UndeclaredTensors:
             if moved:
                 changed[id(value)] = place
             seen[id(value)] = _Seen(weakref.ref(value), sample)
-            if place.container is not None and (self._slots is None or slot in self._slots):
+            has_slot = self._slots is None or slot in self._slots or slot[0] == _BY_PATH
+            if place.container is not None and has_slot:
                 slots[slot] = sample
         self._seen, self._slots = seen, slots
         self.counters = counters
@@ -138,7 +141,7 @@ class UndeclaredTensors:
 def _slot(place: Place, renewed: Set[str]) -> _Slot:
     """Return what identifies a place: container and key, or the path in a container that each step replaces."""
     if place.path.rpartition("[")[0] in renewed:
-        return 0, place.path
+        return _BY_PATH, place.path
     return id(place.container), place.key
 
 
