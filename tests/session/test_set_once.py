@@ -30,6 +30,7 @@ BLOCKS: dict[str, set[str]] = {
     SUM + "if mean is not None:\n    continue\nmean = value": {"mean"},
     "work = dist.all_reduce(value, async_op=True)\nwork.wait()\nif mean is None:\n    mean = value": {"mean"},
     "if mean is None:\n    mean = dist.all_reduce(value, async_op=True)": set(),  # a handle
+    "if mean is None:\n    mean = all_reduce(value, async_op=False)": {"mean"},
     "torch.distributed.all_gather(parts, value)\nif mean is None:\n    mean = value": set(),  # its own part
     "if mean is None:\n    mean = value\n" + SUM: set(),
     SUM + "value = y.std()\nif mean is None:\n    mean = value": set(),

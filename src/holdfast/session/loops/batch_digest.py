@@ -111,10 +111,8 @@ class Drawn:
 def another_batch(rank: int, loader: Any, place: str) -> DataError:
     """Return the error to raise if ``loader`` gives this rank another batch for ``place`` (in words) than before."""
     sampler = type(getattr(loader, "sampler", None)).__name__
-    is_stream = sampler in (
-        "NoneType",
-        "_InfiniteConstantSampler",
-    )  # torch gives the latter to an IterableDataset
+    # torch gives the second one to the loader of an IterableDataset.
+    is_stream = sampler in ("NoneType", "_InfiniteConstantSampler")
     name = f"the {type(loader).__name__}{'' if is_stream else f' with a {sampler}'}"
     cause = "its order or its samples depend on the process, or have changed: "
     repair = (

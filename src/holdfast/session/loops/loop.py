@@ -266,8 +266,8 @@ class Loops:
                 self._counts_from_here = counted_from_here(self._rank.step, until, self._first)
             self.pass_over()
             return  # the checkpoint was written in a later loop of the script
-        self._come_in(blocks)
-        self.mine.put()
+        blocks.variables.enters_loop()
+        self._come_in()
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
@@ -460,16 +460,16 @@ class Loops:
             self._adapter.begin(self._rank.step)
         self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
-    def _come_in(self, blocks: StepRunner) -> None:
+    def _come_in(self) -> None:
         """Open the job's present loop. If loops were skipped, undo the changes by the code after them.
 
         The loaded state already includes the effect of that code.
         """
-        blocks.variables.enters_loop()
         if self._passed_over:
             self._passed_over = False
             self._adapter.abort()
         self._rank.moved(ScriptEvent.LOOP_OPENED)
+        self.mine.put()
 
     def _say_what_it_is(self) -> None:
         """Write dataset, begin and end of the open loop, and those of the first loop, into the place of the job."""
@@ -727,13 +727,13 @@ class Loops:
         Args:
             of_updates: rank-local values of the check of the updates; empty: they have not changed.
         """
+        changed = dict(of_updates)
         attached = self.mine.attached()
         if attached and attached != self.local.get("attached"):
-            self.local["attached"] = attached
-        elif not of_updates:
-            return
-        self.local.update(of_updates)
-        self._rank.note_local(self._payload(self.local), self._rank.step)
+            changed["attached"] = attached
+        if changed:
+            self.local.update(changed)
+            self._rank.note_local(self._payload(self.local), self._rank.step)
 
     def digests_of(self, step: int) -> list[int]:
         """Return the digests of the batches that this rank has drawn for ``step``.

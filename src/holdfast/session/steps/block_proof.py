@@ -285,18 +285,18 @@ class Prover:
                 "algorithms: kernels add in any order here, and no run is repeatable bit for bit; "
                 "torch.use_deterministic_algorithms(True) makes it so",
                 step.number,
-                _difference(first.computed, second.computed),
+                difference(first.computed, second.computed),
             )
             self._adapter = None
             return
-        behind = _difference(third.found, fourth.found) or _difference(first.found, second.found)
+        behind = difference(third.found, fourth.found) or difference(first.found, second.found)
         if behind:
             raise ImpureBlockError(
                 f"step {step.number}: the block finds another state when it runs again: {behind} changed after a "
                 "block that did not count",
                 hint=_BEHIND,
             )
-        what = _difference(third.computed, fourth.computed) or _difference(first.computed, second.computed)
+        what = difference(third.computed, fourth.computed) or difference(first.computed, second.computed)
         if not what:
             raise ImpureBlockError(
                 f"step {step.number}: run again on the same batch, the block {_finds(changed)}",
@@ -321,7 +321,7 @@ def _finds(changed: Sequence[str]) -> str:
     return f"finds other values of {', '.join(changed[:_TOLD_MAX])}, on which its updates depend"
 
 
-def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
+def difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
     """Return, as text, the first name whose two digests differ and the number of further ones; empty: all are equal."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     if not names:

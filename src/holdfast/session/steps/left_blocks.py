@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import ImpureBlockError, StepError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
+from holdfast.session.steps.block_proof import difference
 
 if TYPE_CHECKING:
     from holdfast.session.steps.step import Step
@@ -63,14 +64,10 @@ class LeftBlocks:
         aborted, self._aborted = self._aborted, NO_RUN
         if self._adapter is None or not step.again or aborted != (step.number, step.part):
             return
-        found = self._adapter.found()
-        changed = [
-            name for name in {**self._restored, **found} if self._restored.get(name) != found.get(name)
-        ]
-        if changed:
+        if changed := difference(self._restored, self._adapter.found()):
             raise ImpureBlockError(
                 f"step {step.number}: the code before the block has run again after a fault, and has changed "
-                f"{changed[0]} a second time",
+                f"{changed} a second time",
                 hint="write `and not step.again` into the condition of code before a block that moves a schedule or "
                 "counts; session(verify_block=0) leaves out this check. The same command then continues at this step",
             )

@@ -135,7 +135,13 @@ def _is_collective(node: ast.AST) -> bool:
 def _is_handle(value: ast.expr) -> bool:
     """Return whether a call in ``value`` only begins a collective. A ``wait()`` in a later block is refused there."""
     calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and _is_collective(node))
-    return any(keyword.arg == "async_op" for call in calls for keyword in call.keywords)
+    return any(
+        each.arg == "async_op" and not _is_false(each.value) for call in calls for each in call.keywords
+    )
+
+
+def _is_false(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is False
 
 
 def _output(call: ast.Call) -> Sequence[ast.expr]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, NoReturn
 
@@ -47,7 +47,7 @@ from holdfast.session.variables.deciding_variables import (
     places_in_script,
     stores,
 )
-from holdfast.session.variables.kept_attributes import kept_by
+from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
 from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.unassigned_variables import NotAssigned
 from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory, is_array
@@ -158,10 +158,12 @@ class UpdateVariables:
 
     def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> Names:
         """Return the names, with their places, that are not known yet and are no state of the session."""
+        objects = [] if self._source is None else self._source.objects()
+        kept = kept_by(objects)
         return {
             each.name: (each.place, places)
             for each in found
-            if each.name not in self._names and not self._declared(each.name, each.place)
+            if each.name not in self._names and not self._declared(each.name, each.place, objects, kept)
         }
 
     def passes_end(self) -> None:
@@ -221,12 +223,12 @@ class UpdateVariables:
         """
         arrays = {
             name: value
-            for name, value in self._of_rank.set_once().items()
+            for name, value in self._of_rank.first_changes().items()
             if is_array(value) and name in self.set_once
         }
         if joins and arrays:
             self._refuse(arrays, self._of_rank, HINT_OF_RANK)
-        found = {**self._history.set_once(), **arrays}
+        found = {**self._history.first_changes(), **arrays}
         new = {name: value for name, value in found.items() if name in self.set_once or not is_array(value)}
         if new and self._warns and self._told.isdisjoint(new):
             self._told.update(new)
@@ -358,8 +360,16 @@ class UpdateVariables:
         items = value[:ITEMS_MAX] if isinstance(value, list | tuple) else [value]
         return any(not isinstance(each, PlainValue) and self._source.declares(each) for each in items)
 
-    def _declared(self, name: str, place: tuple[str, int]) -> bool:
-        """Return whether the value, or an owner of the attribute (``self.rate``), is state of the session."""
+    def _declared(
+        self, name: str, place: tuple[str, int], objects: Sequence[object], kept: KeptAttributes
+    ) -> bool:
+        """Return whether the value, or an owner of the attribute (``self.rate``), is state of the session.
+
+        Args:
+            name, place: the variable.
+            objects: the objects with ``state_dict()`` in ``state=``.
+            kept: the attributes that they keep.
+        """
         owners = owners_of(name)
         found = values_of([*owners, name], place)
         if any(value is item for value in found.values() for item in self._left_out):
@@ -368,8 +378,6 @@ class UpdateVariables:
         if source is None:
             return False
         values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
-        objects = source.objects()
-        kept = kept_by(objects)
         if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:
             return True
         whole = (value for value in values if not any(value is item for item in objects))

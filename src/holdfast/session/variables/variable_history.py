@@ -7,7 +7,7 @@ loop only adds has also begun again if it is smaller than at the step before: th
 of a checkpoint of its own. An array has begun again if it has only zeros, and had other numbers at the step before: the
 script fills it at some steps.
 
-A count has its first value at the first update, and changes behind it. If the job goes back to the second step, the
+A count has its first value at the first update, and changes after it. If the job goes back to the second step, the
 values at the updates do not show that it has begun again. So the values where the script takes the next step count as
 well, for variables that have had one value in all updates. The process that continues the job is compared at the same
 place: it begins its loop with the first value, and keeps it up to its update.
@@ -71,10 +71,9 @@ class VariableHistory:
         self.values: Mapping[str, PlainValue] = {}
         self.continues = False
         self._record = _Record()
-        self._at_end: Mapping[str, PlainValue] = {}  # values at the end of the loop of the loaded state
-        self._at_begin: Mapping[
-            str, PlainValue
-        ] = {}  # values where this process enters the loop of the loaded state
+        # Values where this process enters the loop of the loaded state, and at the end of that loop.
+        self._at_begin: Mapping[str, PlainValue] = {}
+        self._at_end: Mapping[str, PlainValue] = {}
 
     @property
     def newest(self) -> Mapping[str, PlainValue]:
@@ -83,9 +82,8 @@ class VariableHistory:
 
     def stand_at(self, kept: object) -> None:
         """Take over the history in ``kept``, a result of :meth:`kept`. Another value is no history."""
-        if isinstance(kept, list) and 3 <= len(kept) <= len(
-            _Record._fields
-        ):  # earlier versions had no last entry
+        fields = len(_Record._fields)
+        if isinstance(kept, list) and len(kept) in (fields - 1, fields):  # earlier versions had no last entry
             self._record, self.continues = _Record(*kept), True
 
     def passes_end(self, values: Mapping[str, PlainValue]) -> None:
@@ -151,7 +149,7 @@ class VariableHistory:
         """Return whether all ``values`` are those of the first step of the job."""
         return all(self._record.first.get(name) == value for name, value in values.items())
 
-    def set_once(self) -> dict[str, PlainValue]:
+    def first_changes(self) -> dict[str, PlainValue]:
         """Return the numbers, arrays and tensors that the open block has changed for the first time.
 
         At all earlier steps each of them had one value. Empty if this process does not continue the job. A variable
