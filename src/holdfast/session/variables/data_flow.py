@@ -61,6 +61,32 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
 
     The value is True if some steps write the variable first (``PlacedVariable.partly``).
     """
+    flow = _followed(block, wanted)
+    items = list(_items(block))
+    always, first = (_first_uses(items, varying, flow.reads) for varying in (set[str](), flow.written))
+    read = [name for name, writes in first.items() if not writes and name in flow.wanted]
+    # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
+    methods = dict(_methods_in(block))
+    return {
+        name if name in flow.written else methods.get(name, name): always[name]
+        for name in read
+        if not flow.written.isdisjoint((*owners_of(name), name))
+    }
+
+
+def inputs(block: ast.AST, wanted: Iterable[ast.AST]) -> list[str]:
+    """Return the names on which expressions depend in ``block``, and of which it writes neither value nor owner.
+
+    A call of an attribute (``self.teacher(x)``) may be one of a method, so the object is named as well.
+    """
+    flow = _followed(block, wanted)
+    methods = dict(_methods_in(block))
+    read = {name for name in flow.wanted if flow.written.isdisjoint((*owners_of(name), name))}
+    return sorted(read | {methods[name] for name in read & methods.keys()})
+
+
+def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
+    """Return the data flow of ``block`` to the expressions ``wanted``."""
     flow = _DataFlow(block)
     for expression in wanted:
         flow.want(expression)
@@ -72,16 +98,7 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
             for source in (assigned_value(node), *tests, *indices):
                 if source is not None:
                     flow.want(source)
-    items = list(_items(block))
-    always, first = (_first_uses(items, varying, flow.reads) for varying in (set[str](), flow.written))
-    read = [name for name, writes in first.items() if not writes and name in flow.wanted]
-    # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
-    methods = dict(_methods_in(block))
-    return {
-        name if name in flow.written else methods.get(name, name): always[name]
-        for name in read
-        if not flow.written.isdisjoint((*owners_of(name), name))
-    }
+    return flow
 
 
 def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
