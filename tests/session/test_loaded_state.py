@@ -6,12 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import holdfast
 from holdfast.errors import StepError
+from holdfast.frameworks.torch.state import content_digest
 from holdfast.frameworks.torch.state.content_digest import address_of, digest_of_content
 
 pytestmark = pytest.mark.torch
@@ -185,8 +187,33 @@ def test_tensors_of_the_state_do_not_count() -> None:
     assert digest_of_content(copy.deepcopy(net), left_out) != before[0]
 
 
+def test_a_large_value_counts_by_a_sample_and_a_mapped_file_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content_digest, "SIZE_BYTES_MAX", 40)
+    one, other, third = torch.zeros(20), torch.zeros(20), torch.zeros(20)
+    other[3], third[2] = 1, 1
+    assert digest_of_content(one) == digest_of_content(other) != digest_of_content(third)
+    assert (
+        digest_of_content(one.numpy()) == digest_of_content(other.numpy()) != digest_of_content(third.numpy())
+    )
+    (file := tmp_path / "tokens.bin").write_bytes(bytes(8))
+    tokens = np.memmap(file, mode="r+")
+    before = digest_of_content(tokens)
+    tokens[0] = 1
+    assert digest_of_content(tokens) == before
+
+
 def test_an_object_of_another_kind_has_no_digest() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    for value in (object(), [object()], {"a": [object()]}, torch.optim.SGD([torch.zeros(1)], lr=1), endless):
+    sparse = torch.eye(2).to_sparse()
+    for value in (
+        sparse,
+        object(),
+        [object()],
+        {"a": [object()]},
+        torch.optim.SGD([torch.zeros(1)], lr=1),
+        endless,
+    ):
         assert digest_of_content(value) is None
