@@ -29,7 +29,8 @@ class Job:
 
     Args:
         folder: where checkpoints go.
-        way: ``begin`` replaces the weights before all epochs. For others see :meth:`before_epoch`.
+        way: ``begin`` replaces the weights before all epochs, and ``center`` computes from them. For others see
+            :meth:`before_epoch`.
     """
 
     def __init__(self, folder: Path, way: str) -> None:
@@ -40,6 +41,7 @@ class Job:
         self.data = [torch.arange(6.0).reshape(2, 3) / 6 + n for n in range(PER_EPOCH)]
         self.kept: dict[str, Any] = {"target": torch.zeros(2)}
         self.target: Any = torch.zeros(2)
+        self.center = torch.zeros(2)
         self.folder, self.way = folder, way
 
     def train(self, stop: int = -1, verify: int = 500, *, outside: bool = False) -> dict[str, torch.Tensor]:
@@ -57,6 +59,8 @@ class Job:
         ) as s:
             if self.way == "begin":
                 self.net.load_state_dict(self.first)
+            if self.way == "center":
+                self.center = self.net.weight.detach().mean(dim=1)
             for _ in s.epochs(EPOCHS):
                 if outside and s.step == stop:
                     raise Stopped
@@ -91,7 +95,9 @@ class Job:
 
     def wanted(self, x: torch.Tensor) -> Any:
         """Return the values that the loss compares with the prediction."""
-        return self.target(x).detach() + 1 if isinstance(self.target, nn.Module) else self.target
+        return (
+            self.target(x).detach() + 1 if isinstance(self.target, nn.Module) else self.target + self.center
+        )
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -134,6 +140,19 @@ def test_weights_that_are_replaced_after_a_whole_epoch_are_refused(tmp_path: Pat
         StepError, match=f"step {PER_EPOCH}: .*between the session's begin and this epoch has"
     ):
         Job(tmp_path, "begin").train()
+
+
+@pytest.mark.parametrize(("stop", "outside"), [(PER_EPOCH - 1, False), (PER_EPOCH, False), (PER_EPOCH, True)])
+def test_a_variable_that_is_computed_before_all_epochs_is_refused_in_any_epoch(
+    tmp_path: Path, stop: int, outside: bool
+) -> None:
+    """Deep SVDD computes the center of its loss from the first weights. Regression: other weights, exit code 0."""
+    with pytest.raises(Stopped):
+        Job(tmp_path, "center").train(stop, outside=outside)
+    with pytest.raises(
+        StepError, match=f"step {stop}: the updates depend on self.center, which the code before"
+    ):
+        Job(tmp_path, "center").train()
 
 
 def test_an_epoch_is_new_until_its_first_step_has_ended(tmp_path: Path) -> None:

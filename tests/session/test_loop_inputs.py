@@ -25,7 +25,8 @@ class Recorder:
         yield from range(count)
 
     def steps(self) -> Iterator[int]:
-        self.found = [each.name for each in loop_inputs(all_places())]
+        found = loop_inputs(all_places())
+        self.found = [each.variable.name + ("" if each.of_turn else " outside") for each in found]
         yield 0
 
 
@@ -83,7 +84,13 @@ SCRIPTS = {
     ),
     "set after the begin of the session": (
         SESSION + "    target = cluster(model)\n    for epoch in s.epochs(1):" + USED,
-        ["target"],
+        ["target outside"],
+    ),
+    "an argument that is set after the begin of the session": (
+        FUNCTION
+        + SESSION
+        + "    found = cluster(model)\n    for epoch in s.epochs(1):\n        train(s, model, found)\n",
+        ["target outside"],
     ),
     "a setting": ("target = 1\n" + EPOCHS + "        pass" + USED, []),
     "a setting in an object": (

@@ -268,7 +268,7 @@ class Loops:
                 self._counts_from_here = counted_from_here(self._rank.step, until, self._first)
             self.pass_over()
             return  # the checkpoint was written in a later loop of the script
-        self._come_in(blocks, again=saved_loop == loop)
+        self._come_in(blocks, loop)
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
@@ -283,7 +283,8 @@ class Loops:
         elif feed is not None and first:  # each epoch of the script has data in an order of its own
             feed.seek({"epoch": first * (epochs or 1), "batch": 0})
         if saved_loop < loop:
-            self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
+            self.place = {"loop": loop, "at": None if feed is None else feed.place()}
+            self.local = blocks.inputs.of_rank()
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
@@ -459,18 +460,18 @@ class Loops:
         self.loaded.copy(self._rank.step)
         self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
-    def _come_in(self, blocks: StepRunner, *, again: bool) -> None:
+    def _come_in(self, blocks: StepRunner, loop: int) -> None:
         """Open the job's present loop, on the loaded state if this process continues the job.
 
         Args:
             blocks: runs the blocks of the steps.
-            again: the job has opened this loop before.
+            loop: number of the loop.
         """
-        step = self._rank.step
-        begin, _ = self.place["bound"] if again else (step, None)
+        step, opened = self._rank.step, self.place["loop"]
+        again = opened == loop
         blocks.variables.enters_loop()
         self.loaded.opens_loop(step, again=again)
-        blocks.inputs.enters_loop(step, inside=begin < step)
+        blocks.inputs.enters_loop(step, again=again, follows=opened == loop - 1 and bool(self.walk.epoch))
         self._rank.moved(ScriptEvent.LOOP_OPENED)
         self.mine.put()
 

@@ -17,7 +17,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import cast
+from typing import NamedTuple, cast
 
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of
 from holdfast.session.variables.called_bodies import LOCAL, module_with_bodies, of_script, with_bodies
@@ -41,7 +41,19 @@ def all_places() -> Places:
     return tuple(place for place in places if of_script(place[0]))
 
 
-def loop_inputs(places: Places) -> tuple[PlacedVariable, ...]:
+class LoopInput(NamedTuple):
+    """An input of a loop over steps.
+
+    Attributes:
+        variable: the variable.
+        of_turn: code inside of the loops around it may set it (at the begin of an epoch).
+    """
+
+    variable: PlacedVariable
+    of_turn: bool
+
+
+def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
     """Return the inputs of the loop over steps that the script begins now.
 
     Args:
@@ -51,25 +63,39 @@ def loop_inputs(places: Places) -> tuple[PlacedVariable, ...]:
         loops = with_bodies(place, loops_around(*place)[-1:], places[:depth])
         found = sources(loops[0], frozenset()) if loops else []
         if found:
-            names = (name for name in inputs(loops[0], found) if LOCAL not in name)
+            names = [name for name in inputs(loops[0], found) if LOCAL not in name]
+            inside, every = (
+                [name for name in names if _is_set(name, places[depth:], _Search(place, turns))]
+                for turns in (True, False)
+            )
             return tuple(
-                PlacedVariable(name, place, partly=False)
-                for name in names
-                if _is_set(name, places[depth:], place)
+                LoopInput(PlacedVariable(name, place, partly=False), name in inside) for name in every
             )
     return ()
 
 
-def _is_set(name: str, places: Places, steps: tuple[str, int]) -> bool:
+class _Search(NamedTuple):
+    """A search for code that sets variables and runs again.
+
+    Attributes:
+        steps: the place of the loop over steps.
+        turns: code outside of all loops does not count.
+    """
+
+    steps: tuple[str, int]
+    turns: bool
+
+
+def _is_set(name: str, places: Places, search: _Search) -> bool:
     """Return whether code that runs again may set the variable ``name`` of the function at the first of ``places``.
 
     Args:
         places: that function, and the functions that have called it.
-        steps: the place of the loop over steps.
+        search: the search.
     """
     owners = owners_of(name)
     attribute = name.rpartition(".")[2]
-    if owners and any(attribute in _attributes_set(places[depth:], steps) for depth in range(len(places))):
+    if owners and any(attribute in _attributes_set(places[depth:], search) for depth in range(len(places))):
         return True
     parts = (*owners, name)
     for depth, place in enumerate(places):
@@ -77,34 +103,37 @@ def _is_set(name: str, places: Places, steps: tuple[str, int]) -> bool:
         parameters = _parameters(scope)
         if parts[0] not in {*parameters, *written([scope])}:
             continue  # a variable of the function around this one
-        if not written(_region(places[depth:], steps)).isdisjoint(parts):
+        if not written(_region(places[depth:], search)).isdisjoint(parts):
             return True
         outside = places[depth + 1 :]
         argument = _argument(scope, parts[0], outside[0]) if parts[0] in parameters and outside else None
         if argument is None:
             return False
         return isinstance(argument, ast.Call) or any(
-            _is_set(each, outside, steps) for each in names_in([argument])
+            _is_set(each, outside, search) for each in names_in([argument])
         )
     return False
 
 
 @cache
-def _attributes_set(places: Places, steps: tuple[str, int]) -> frozenset[str]:
+def _attributes_set(places: Places, search: _Search) -> frozenset[str]:
     """Return the last names of attributes that the region of the first of ``places`` assigns, also in functions."""
-    names = written([module_with_bodies(places[0], list(_region(places, steps)))])
+    names = written([module_with_bodies(places[0], list(_region(places, search)))])
     return frozenset(name.rpartition(".")[2] for name in names if "." in name)
 
 
-def _region(places: Places, steps: tuple[str, int]) -> Iterator[ast.AST]:
-    """Yield the nodes of the function at the first of ``places`` that run again, without the loop over ``steps``."""
+def _region(places: Places, search: _Search) -> Iterator[ast.AST]:
+    """Yield the nodes of the function at the first of ``places`` that run again, without the loop over over steps."""
     place, *outside = places
     scope, loops = scope_of(*place), loops_around(*place)
-    loop = _position(loops[-1]) if place == steps else None
+    loop = _position(loops[-1]) if place == search.steps else None
     begin = _begin_of_session(scope, place[1])
-    if begin is not None:
+    looped = any(loops_around(*each) for each in outside)
+    if begin is not None and (looped or not search.turns):
         yield from _after(scope, begin, loop)
-    elif any(loops_around(*each) or _begin_of_session(scope_of(*each), each[1]) for each in outside):
+    elif looped or (
+        not search.turns and any(_begin_of_session(scope_of(*each), each[1]) for each in outside)
+    ):
         yield from _after(scope, 0, loop)
     elif loops:
         yield from _after(ast.Module([cast("ast.stmt", loops[0])], []), 0, loop)
