@@ -68,6 +68,7 @@ from holdfast.frameworks.torch.steps.elastic_accumulation import ElasticAccumula
 from holdfast.frameworks.torch.steps.gradient_check import TorchGradients
 from holdfast.frameworks.torch.steps.other_ranks_blocks import OtherRanksBlocks
 from holdfast.frameworks.torch.steps.output_hook import OutputHook
+from holdfast.frameworks.torch.steps.plain_torchscript import PlainTorchScript
 from holdfast.frameworks.torch.steps.stale_grads import Leftover
 from holdfast.frameworks.torch.steps.undeclared_tensors import UndeclaredTensors
 from holdfast.runtime.node import deferred_rank
@@ -194,7 +195,7 @@ class TorchAdapter:
         return self._fabric.reason
 
     def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
-        """Install hooks on every optimizer of the process, the model's output and torch's compiler.
+        """Install hooks on every optimizer of the process, the model's output and torch's compilers.
 
         ``on_fault(reason)`` is called at the first broken collective. ``on_collective`` is called at the start of
         each collective.
@@ -205,6 +206,7 @@ class TorchAdapter:
         private_api.callback_handler.register_start_callback(self._compile_begins)
         private_api.callback_handler.register_end_callback(self._compile_ends)
         self._handles = [
+            PlainTorchScript(),
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
             *(
