@@ -413,7 +413,10 @@ class DigestsBatches(Protocol):
     copy: Copy
 
     def digest_batch(self, batch: Any) -> int:
-        """Return a 64-bit digest of a batch. Equal batches have equal digests in all processes."""
+        """Return a 64-bit digest of a batch. Equal batches have equal digests in all processes.
+
+        0: the content of the batch is not known.
+        """
 
 
 @runtime_checkable
