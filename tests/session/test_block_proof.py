@@ -96,6 +96,12 @@ class Script:
         self.count += 1
         self.learn(torch.ones(4, 2) * self.count)
 
+    def dividing(self) -> None:
+        """Divide the loss by an average that the model has in an attribute without a declaration (RetinaNet)."""
+        average = 0.9 * getattr(self.net, "average", 10.0) + 0.1 * 5.0
+        setattr(self.net, "average", average)  # noqa: B010
+        self.learn(torch.ones(4, 2) / average)
+
     def averaging(self) -> None:
         """Write into a tensor from outside the block, in place."""
         self.baseline.mul_(0.9).add_(1.0)
@@ -172,6 +178,7 @@ class Script:
             "playing",
             r"test_block_proof.py:\d+ uses a float32 \[4, 2\] that has other values than in the run before",
         ),
+        ("dividing", r"the run before has changed: average \(was [0-9.]+, then [0-9.]+\)"),
         ("iterating", r"the run before has changed: .*stream \(drawn from\)"),
         ("scheduling", r"self.warmup.calls \(was 2, then 3\),.*lr of group 0 of optimizer 'default' differ"),
     ],

@@ -291,6 +291,12 @@ class ProvesBlocks(Protocol):
     def cause(self) -> str:
         """Return the likely cause of the difference between two runs of a block, in words; empty if none was found."""
 
+    def changed(self) -> Sequence[str]:
+        """Return the numbers in attributes of the model that the last two suspected runs have found different.
+
+        Each as a text, with both values.
+        """
+
 
 @runtime_checkable
 class AgreesOnSums(Protocol):

@@ -148,7 +148,7 @@ class TorchAdapter:
         self._computed = False  # True: an optimizer of the session was about to step in this block
         self._updating = False
         self._feed: TorchFeed | None = None
-        self._suspicion = Suspicion(self.state)
+        self._suspicion = Suspicion(self.state, model)
         self._proving: Literal["", "first", "sampled"] = ""
         self._passed = 0  # blocks with an update since DDP's buckets were reset
         # Number of collectives before the block; ``trains_alone`` is True while no block had a collective.
@@ -681,6 +681,10 @@ class TorchAdapter:
     def cause(self) -> str:
         """Return the likely cause of the difference between the last two runs of the block; empty if none was found."""
         return self._suspicion.cause
+
+    def changed(self) -> Sequence[str]:
+        """Return the numbers of modules that the last two suspected runs have found different (``ProvesBlocks``)."""
+        return self._suspicion.changed()
 
     def finder(self) -> UndeclaredTensors:
         """Return a new object that finds tensors of the script that change and are not part of the session."""
