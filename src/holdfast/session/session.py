@@ -398,8 +398,9 @@ class Session(ScriptLoops):
     def own(self) -> Plain:
         """Plain values of this rank alone, which its replacement and a resumed process get back; None: none.
 
-        Values of the whole job belong into ``state``. Set ``own`` in the block of a step: if the block is aborted, the
-        earlier values are restored. The values may take at most 128 KiB.
+        Values of the whole job belong into ``state``. Set ``own`` in the block of a step, before
+        ``optimizer.step()``: if the block is aborted, the earlier values are restored. A rank that is lost after its
+        update, and before it sets ``own``, leaves the values of the step before. The values may take at most 128 KiB.
 
         Example:
             >>> s.own = {"samples": s.own["samples"] + len(x) if s.own else len(x)}  # doctest: +SKIP
