@@ -411,6 +411,10 @@ class Session(ScriptLoops):
     @own.setter
     def own(self, value: Plain) -> None:
         """Set the values that are saved with the step that ends next."""
+        self._loops.mine.set(value)
+
+    def keep_own(self, value: Plain) -> None:
+        """Set ``own`` for a library that drives the loop, which sets it again for a step that runs again."""
         self._loops.mine.own = value
 
     def attach(self, name: str, item: T) -> T:
