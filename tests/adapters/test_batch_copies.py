@@ -47,11 +47,32 @@ class Nested:
         return f"Nested({self.tensors}, {self.mask})"
 
 
-class Watched(Nested):
-    """An object that runs code of its class when an attribute is set."""
+class Fields:
+    """A batch in the form of detectron2: names that are not in the object are looked up in a dict."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_fields" or name not in self._fields:
+            raise AttributeError(name)
+        return self._fields[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            self._fields[name] = value
+
+    def __repr__(self) -> str:
+        return f"Fields({self._fields})"
+
+
+class Copied(Nested):
+    """An object that says how it is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+        return self
 
 
 class Slotted(Nested):
@@ -76,6 +97,7 @@ def copied(value: Any) -> Any:
         lambda leaf: Encoding({"input_ids": leaf}, "kept"),
         lambda leaf: Nested(leaf, {"of": [True]}),
         lambda leaf: (Nested(Nested(leaf, None), 1), [leaf]),
+        lambda leaf: {"instances": Fields(boxes=Nested(leaf, None), classes=[1])},
     ],
 )
 def test_a_copy_has_types_and_contents_of_the_original_and_none_of_its_arrays(make: Any) -> None:
@@ -117,7 +139,7 @@ def around(value: Nested) -> Nested:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Watched(1, 2),
+        lambda: Copied(1, 2),
         lambda: Slotted(1, 2),
         lambda: object(),
         lambda: around(Nested(1, 2)),

@@ -235,6 +235,44 @@ def test_a_digest_tells_batches_apart() -> None:
     assert len({digest_of_batch(row) for row in rows}) == 64
 
 
+class Padded:
+    """A batch in an object, as a collate function makes it (SpeechBrain's ``PaddedBatch``)."""
+
+    def __init__(self, wavs: Any, names: list[str]) -> None:
+        self.names, self._made, self._wavs = names, object(), {"wav": [wavs]}
+        self.itself = self
+
+
+def test_a_digest_tells_batches_in_objects_apart() -> None:
+    """Regression: all had the digest of their type. Other data was read without a word, and a warning was wrong."""
+    made = [Padded(x, ["a"] * 200) for x in (torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3).numpy())]
+    assert len({digest_of_batch([each]) for each in made}) == 3 and 0 not in map(digest_of_batch, made)
+    assert digest_of_batch(made[0]) == digest_of_batch(Padded(torch.zeros(2, 3), ["b"]))
+    assert digest_of_batch([object(), None]) == 0, "the content is not known"
+
+
+def padded(rows: list[torch.Tensor]) -> Padded:
+    """Return the rows as an object: the collate function of a loader."""
+    return Padded(torch.stack(rows), [])
+
+
+def test_other_data_in_objects_is_an_error(tmp_path: Path) -> None:
+    def run(changed: int, until: int) -> None:
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        loader = DataLoader(Rows(changed=changed), 2, collate_fn=padded)
+        with holdfast.session(model=net, optimizer=optimizer, checkpoint=tmp_path, verify_block=0) as s:
+            for step in s.steps(loader, until=until):
+                with step as batch:
+                    net(batch._wavs["wav"][0]).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    run(-1, 3)
+    with pytest.raises(DataError, match="gives another batch for step 2"):
+        run(5, 5)
+
+
 @pytest.mark.parametrize(
     "batch",
     [

@@ -96,6 +96,12 @@ class Script:
         self.count += 1
         self.learn(torch.ones(4, 2) * self.count)
 
+    def dividing(self) -> None:
+        """Divide the loss by an average that the model has in an attribute without a declaration (RetinaNet)."""
+        average = 0.9 * getattr(self.net, "average", 10.0) + 0.1 * 5.0
+        setattr(self.net, "average", average)  # noqa: B010
+        self.learn(torch.ones(4, 2) / average)
+
     def averaging(self) -> None:
         """Write into a tensor from outside the block, in place."""
         self.baseline.mul_(0.9).add_(1.0)
@@ -172,6 +178,7 @@ class Script:
             "playing",
             r"test_block_proof.py:\d+ uses a float32 \[4, 2\] that has other values than in the run before",
         ),
+        ("dividing", r"the run before has changed: average \(was [0-9.]+, then [0-9.]+\)"),
         ("iterating", r"the run before has changed: .*stream \(drawn from\)"),
         ("scheduling", r"self.warmup.calls \(was 2, then 3\),.*lr of group 0 of optimizer 'default' differ"),
     ],
@@ -312,15 +319,34 @@ def test_a_variable_that_counts_runs_of_blocks_is_named(
     assert f"step {first}: not a count of steps: calls, behind, momenta. A block runs again" in told
 
 
-def test_enumerate_around_the_steps_is_refused_before_the_first_one() -> None:
+@pytest.mark.parametrize(
+    ("loop", "hint"),
+    [
+        ("_, step in enumerate(s.steps(until=3))", "step.number"),
+        ("step, _ in zip(s.steps(until=3), range(3))", "step.number for a range"),
+        ("_, step in list(zip('ab', s.steps(until=3), strict=False))", "step.number for a range"),
+        ("step in itertools.islice(s.steps(until=9), 3)", "until=N"),
+    ],
+)
+def test_what_counts_the_runs_of_blocks_is_refused_before_the_first_one(loop: str, hint: str) -> None:
+    """Regression: ``zip`` with a range ended the loop before its last steps, with exit code 0."""
     script = Script()
+    text = f"for {loop}:\n    with step:\n        script.pure()\n"
     with (
-        pytest.raises(UsageError, match="counts the runs of blocks, not the steps"),
+        pytest.raises(UsageError, match="counts the runs of blocks, not the steps") as raised,
         holdfast.session(model=script.net, optimizer=script.optimizer) as s,
     ):
-        for _, step in enumerate(s.steps(until=3)):
+        exec(compile(text, "loop.py", "exec"), {"s": s, "script": script, "itertools": itertools})
+    assert hint in str(raised.value.hint)
+
+
+def test_zip_in_the_arguments_of_the_steps_counts_nothing() -> None:
+    script, inputs = Script(), [torch.ones(3, 4)] * 2
+    with holdfast.session(model=script.net, optimizer=script.optimizer) as s:
+        for step in s.steps(list(zip(inputs, inputs, strict=True))):
             with step:
                 script.pure()
+        assert s.step == 2
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from holdfast.session.variables.deciding_variables import (
     renewed_containers,
     stores,
 )
+from holdfast.session.variables.variable_history import VariableHistory
 
 HEAD = """
 tick, started, best = 0, 0, {"loss": 1.0}
@@ -301,3 +302,12 @@ def test_a_container_that_each_step_replaces_by_one_that_follows_from_it(tmp_pat
     (file := tmp_path / "train.py").write_text(text)
     number = next(n for n, code in enumerate(text.splitlines(), 1) if "optimizer.step()" in code)
     assert renewed_containers(((str(file), number),)) == RENEWED[line] and past and new
+
+
+def test_a_message_begins_with_the_variables_that_have_changed() -> None:
+    """Regression: a message has room for four. Constants of SpeechBrain's features came before the learning rate."""
+    history = VariableHistory()
+    for rate in (0.1, 0.1, 0.05):
+        history.values = {"features.first_call": True, "features.scale": 2.0, "annealing.rate": rate}
+        history.committed(ended=False)
+    assert list(history.changed_first()) == ["annealing.rate", "features.first_call", "features.scale"]

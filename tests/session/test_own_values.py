@@ -9,6 +9,7 @@ import pytest
 from holdfast import event_log
 from holdfast.exit_codes import Exit
 from holdfast.session.loops.loop import without_room
+from holdfast.session.loops.own_values import OwnValues
 from tests.session.launch import run_job
 
 JOB = str(Path(__file__).with_name("games_job.py"))
@@ -66,3 +67,19 @@ def test_a_barrier_before_the_block_is_not_passed_alone(tmp_path: Path) -> None:
     weights, verdicts = trained(tmp_path / "late", "0@4.2", "late")
     # The second kill, that of a process before its first block, may come when no rank holds the state yet.
     assert weights == undisturbed and verdicts[-1].startswith("restart_"), verdicts
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_value_that_is_set_after_the_vote_is_told_once(
+    caplog: pytest.LogCaptureFixture, late: bool
+) -> None:
+    """Regression: without a word, a rank that was lost after its update began with the value of the step before."""
+    mine = OwnValues()
+    for step in range(3):
+        if not late:
+            mine.set([step])
+        mine.at_vote()
+        if late:
+            mine.set([step])
+        mine.warn_if_late()
+    assert len([line for line in caplog.messages if "sets s.own after its update" in line]) == late

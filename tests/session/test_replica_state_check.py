@@ -47,6 +47,7 @@ def test_few_keep_their_names() -> None:
         ([[0, 5], [0, 5]], 0),  # two parts of one copy
         ([[0, 5], [0, 5], [2, 5], [2, 5]], 2),
         ([[0, 5], []], 0),  # a rank without a loader
+        ([[0, 0], [1, 0]], 0),  # batches of unknown content
     ],
 )
 def test_copies_of_the_model_that_draw_the_same_batch_are_found(drawn: list[list[int]], copies: int) -> None:

@@ -118,7 +118,7 @@ class Replay:
 
     def _keep(self) -> None:
         if self._session is not None:
-            self._session.own = {"own": self.own, "drawn": self.drawn.record}
+            self._session.keep_own({"own": self.own, "drawn": self.drawn.record})
 
     def amend(self, position: dict[str, Any]) -> None:
         """Replace the position, because all ranks have done further work since the step ended.

@@ -433,8 +433,9 @@ class Session(ScriptLoops):
     def own(self) -> Plain:
         """Plain values of this rank alone, which its replacement and a resumed process get back; None: none.
 
-        Values of the whole job belong into ``state``. Set ``own`` in the block of a step: if the block is aborted, the
-        earlier values are restored. The values may take at most 128 KiB.
+        Values of the whole job belong into ``state``. Set ``own`` in the block of a step, before
+        ``optimizer.step()``: if the block is aborted, the earlier values are restored. A rank that is lost after its
+        update, and before it sets ``own``, leaves the values of the step before. The values may take at most 128 KiB.
 
         Example:
             >>> s.own = {"samples": s.own["samples"] + len(x) if s.own else len(x)}  # doctest: +SKIP
@@ -445,6 +446,10 @@ class Session(ScriptLoops):
     @own.setter
     def own(self, value: Plain) -> None:
         """Set the values that are saved with the step that ends next."""
+        self._loops.mine.set(value)
+
+    def keep_own(self, value: Plain) -> None:
+        """Set ``own`` for a library that drives the loop, which sets it again for a step that runs again."""
         self._loops.mine.own = value
 
     def attach(self, name: str, item: T) -> T:

@@ -1,8 +1,8 @@
 """Copies of a batch's containers, so that a block that changes a container does not change the next copy.
 
 Theory. A batch is a tree. Its inner nodes are containers: dict, list, tuple, named tuple, dataclass, any mutable
-mapping, subclasses of these, and small objects that consist of their attributes (DETR's ``NestedTensor``). Every other
-object is a leaf. :func:`rebuilt` makes the containers again and asks the
+mapping, subclasses of these, and small objects that consist of their attributes (DETR's ``NestedTensor``, the
+``Instances`` of detectron2). Every other object is a leaf. :func:`rebuilt` makes the containers again and asks the
 caller for the object that replaces each leaf. A container in which nothing can change is not copied. The *place* of a
 leaf is its path: its index in each container from the root to the leaf.
 
@@ -73,7 +73,7 @@ def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) ->
                 object.__setattr__(made, field.name, item)
         return made
     if _attributes(value) and _is_small(value):
-        made = copy.copy(value)
+        made = object.__new__(type(value))
         for number, (name, item) in enumerate(_attributes(value).items()):
             vars(made)[name] = rebuilt(item, leaf, (*place, number))
         return made
@@ -86,12 +86,13 @@ class _Plain:
 
 @functools.cache
 def _consists_of_attributes(kind: type) -> bool:
-    """Return whether ``copy.copy`` of an object only copies its attributes, and runs no code of its class.
+    """Return whether an object of this class is copied by its attributes alone, without code of the class.
 
-    Objects of classes in C, and those with slots, are larger.
+    A class that says how it is copied has more than attributes. Objects of classes in C, and those with slots, are
+    larger. ``__getattr__`` and ``__setattr__`` are not called when the attributes are read and written in ``__dict__``.
     """
-    own = ("__copy__", "__deepcopy__", "__setstate__", "__getattr__", "__del__", "__next__")
-    inherited = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setattr__", "__getattribute__")
+    own = ("__copy__", "__deepcopy__", "__setstate__", "__del__", "__next__")
+    inherited = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__getattribute__")
     return (
         kind.__basicsize__ == _Plain.__basicsize__
         and kind.__dictoffset__ == _Plain.__dictoffset__

@@ -299,6 +299,12 @@ class ProvesBlocks(Protocol):
     def cause(self) -> str:
         """Return the likely cause of the difference between two runs of a block, in words; empty if none was found."""
 
+    def changed(self) -> Sequence[str]:
+        """Return the numbers in attributes of the model that the last two suspected runs have found different.
+
+        Each as a text, with both values.
+        """
+
 
 @runtime_checkable
 class AgreesOnSums(Protocol):
@@ -421,7 +427,10 @@ class DigestsBatches(Protocol):
     copy: Copy
 
     def digest_batch(self, batch: Any) -> int:
-        """Return a 64-bit digest of a batch. Equal batches have equal digests in all processes."""
+        """Return a 64-bit digest of a batch. Equal batches have equal digests in all processes.
+
+        0: the content of the batch is not known.
+        """
 
 
 @runtime_checkable

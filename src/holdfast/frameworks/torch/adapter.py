@@ -69,6 +69,7 @@ from holdfast.frameworks.torch.steps.elastic_accumulation import ElasticAccumula
 from holdfast.frameworks.torch.steps.gradient_check import TorchGradients
 from holdfast.frameworks.torch.steps.other_ranks_blocks import OtherRanksBlocks
 from holdfast.frameworks.torch.steps.output_hook import OutputHook
+from holdfast.frameworks.torch.steps.plain_torchscript import PlainTorchScript
 from holdfast.frameworks.torch.steps.stale_grads import Leftover
 from holdfast.frameworks.torch.steps.undeclared_tensors import UndeclaredTensors
 from holdfast.runtime.node import deferred_rank
@@ -148,7 +149,7 @@ class TorchAdapter:
         self._computed = False  # True: an optimizer of the session was about to step in this block
         self._updating = False
         self._feed: TorchFeed | None = None
-        self._suspicion = Suspicion(self.state)
+        self._suspicion = Suspicion(self.state, model)
         self._proving: Literal["", "first", "sampled"] = ""
         self._passed = 0  # blocks with an update since DDP's buckets were reset
         # Number of collectives before the block; ``trains_alone`` is True while no block had a collective.
@@ -195,7 +196,7 @@ class TorchAdapter:
         return self._fabric.reason
 
     def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: OnCollective) -> None:
-        """Install hooks on every optimizer of the process, the model's output and torch's compiler.
+        """Install hooks on every optimizer of the process, the model's output and torch's compilers.
 
         ``on_fault(reason)`` is called at the first broken collective. ``on_collective`` is called at the start of
         each collective.
@@ -206,6 +207,7 @@ class TorchAdapter:
         private_api.callback_handler.register_start_callback(self._compile_begins)
         private_api.callback_handler.register_end_callback(self._compile_ends)
         self._handles = [
+            PlainTorchScript(),
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
             *(
@@ -684,6 +686,10 @@ class TorchAdapter:
     def cause(self) -> str:
         """Return the likely cause of the difference between the last two runs of the block; empty if none was found."""
         return self._suspicion.cause
+
+    def changed(self) -> Sequence[str]:
+        """Return the numbers of modules that the last two suspected runs have found different (``ProvesBlocks``)."""
+        return self._suspicion.changed()
 
     def finder(self) -> UndeclaredTensors:
         """Return a new object that finds tensors of the script that change and are not part of the session."""

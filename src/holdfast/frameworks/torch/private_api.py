@@ -376,6 +376,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def specialize_torchscript(on: bool) -> bool:
+    """Switch on or off the optimizations of TorchScript that depend on earlier calls; return the setting before."""
+    return bool(torch._C._jit_set_profiling_mode(on))
+
+
 # ---------------------------------------------------------------- DDP
 
 

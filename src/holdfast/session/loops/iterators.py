@@ -14,12 +14,19 @@ from holdfast.frameworks.common.optional_abilities import StandsIn
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.loops.loop import Loops
-from holdfast.session.loops.script_source import counted, enclosed
+from holdfast.session.loops.script_source import counter_around, enclosed
 from holdfast.session.loops.turn_position import IDIOM
 from holdfast.session.loops.turns import Turns
 from holdfast.session.steps.accumulation import checked_count, grouped
 from holdfast.session.steps.step import Step, StepRunner
 from holdfast.session.steps.warmup import rehearsals
+
+_IN_PLACE_OF = {
+    "enumerate": "step.number, and in its epoch step.number % len(loader)",
+    "zip": "step.number for a range; for a second loader, s.steps(both) with a class whose __iter__ zips both loaders",
+    "islice": "s.steps(loader, until=N)",
+}
+"""What a script writes instead of a function that counts the runs of blocks."""
 
 
 class Steps(Iterator[Step]):
@@ -167,7 +174,8 @@ class ScriptLoops:
                 if the dataset is in memory, or has an attribute ``fingerprint`` (such as the checksum of a file).
             UsageError: this is a second loop over steps, and it is not within :meth:`epochs` or :meth:`phase`.
             UsageError: a ``for`` loop other than those of :meth:`epochs` and :meth:`phase` is around this call.
-            UsageError: ``enumerate`` is around the steps. It would count runs of blocks, not steps.
+            UsageError: ``enumerate``, ``zip`` or ``islice`` is around the steps. It would count runs of blocks, not
+                steps.
             EmptyLoaderError: the loader yields no batch.
             StepError: a step was not entered by ``with``.
         """
@@ -186,11 +194,11 @@ class ScriptLoops:
                 "a loop over steps in a loop that the session does not know: its turns would run again at each start",
                 hint=IDIOM,
             )
-        if counted(sys._getframe(1)):
+        if counter := counter_around(sys._getframe(1)):
             raise UsageError(
-                "enumerate() around s.steps(...) counts the runs of blocks, not the steps: a block runs again after a "
+                f"{counter}() around s.steps(...) counts the runs of blocks, not the steps: a block runs again after a "
                 "fault and for its check, and a process that joins or resumes begins at 0",
-                hint="step.number, and in its epoch step.number % len(loader)",
+                hint=_IN_PLACE_OF[counter],
             )
         many = checked_count(batches, loader)
         passes = epochs if until is not None or epochs is not None else 1

@@ -688,7 +688,7 @@ class Loops:
         """
         self._after = None if self._feed is None else self._feed.local_state()
         values = (
-            ("own", self.mine.own),
+            ("own", self.mine.at_vote()),
             ("attached", self.mine.attached() or None),
             ("loader", self._after),
         )
@@ -716,6 +716,8 @@ class Loops:
             attached = self.mine.attached()
         except UsageError:  # the update is made: the error follows where the script asks for the next step
             attached = cast("dict[str, Any]", self.local.get("attached", {}))
+        if self._adapter.rank == 0 and self._adapter.world_size > 1:
+            self.mine.warn_if_late()
         self.local = {**self.mine.entries(attached), **of_updates}
         if self._feed is not None:
             self.place["at"] = self._feed.place()

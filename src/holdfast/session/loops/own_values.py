@@ -17,12 +17,15 @@ begins the steps of that turn.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.session.loops.plain_attributes import NotPlainError, plain_copy, put_back
+
+log = logging.getLogger("holdfast")
 
 
 class OwnValues:
@@ -34,8 +37,30 @@ class OwnValues:
 
     def __init__(self) -> None:
         self.own: Plain = None
+        # Copies of ``own`` at the vote of the newest block, if the script sets ``own``; None: a warning was given.
+        self._at_vote: list[Plain] | None = []
+        self._by_script = False
         self._objects: dict[str, tuple[str, Any]] = {}  # by name: turn, object
         self._waiting: dict[str, Any] = {}  # by name: turn and saved values whose object is not filled yet
+
+    def set(self, value: Plain) -> None:
+        """Set ``own`` to a value of the script."""
+        self.own, self._by_script = value, True
+
+    def at_vote(self) -> Plain:
+        """Return ``own`` at the vote of a block: what a rank leaves that is lost before the end of the block."""
+        if self._by_script and self._at_vote is not None:
+            self._at_vote = [copy.deepcopy(self.own)]
+        return self.own
+
+    def warn_if_late(self) -> None:
+        """Warn, once, if the block that has ended has set ``own`` after its vote."""
+        if self._at_vote and self._at_vote != [self.own]:
+            self._at_vote = None
+            log.warning(
+                "holdfast: the block sets s.own after its update: a rank that is lost in between leaves the value of "
+                "the step before, and its replacement continues with that. Set s.own before optimizer.step()"
+            )
 
     def attach(self, name: str, item: Any, turn: str) -> None:
         """Attach ``item`` under ``name``. It gets values of an earlier process when the steps of ``turn`` begin.

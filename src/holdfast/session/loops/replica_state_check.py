@@ -199,9 +199,10 @@ def all_alike(drawn: Sequence[Sequence[int]]) -> int:
     """Return the number of model replicas if all have drawn the same batches; 0: they have not, or it is not known.
 
     Args:
-        drawn: for each rank, the number of its replica, followed by the digests of its batches of one step.
+        drawn: for each rank, the number of its replica, followed by the digests of its batches of one step. A digest
+            of 0 says that the content of a batch is not known.
     """
-    if not all(drawn):
+    if not all(drawn) or any(0 in found for _, *found in drawn):
         return 0
     copies = {copy for copy, *_ in drawn}
     batches = {tuple(found) for _, *found in drawn}

@@ -1,4 +1,4 @@
-"""Facts read from the script's bytecode: whether a call is in a ``for`` loop or ``enumerate``, and how a loop is left.
+"""Facts read from the script's bytecode: whether a call is in a ``for`` loop or ``zip``, and how a loop is left.
 
 Theory. The bytecode of a Python function shows its ``for`` loops: the instruction ``FOR_ITER`` is at the head of a
 loop, and its jump target is after the loop. A frame has the offset of its current instruction, so a comparison shows
@@ -8,7 +8,7 @@ around the session itself is ignored, because it makes a new session in each pas
 A generator is closed when the iterator of its loop is dropped. After ``break`` and ``return`` a separate instruction
 drops it; after an exception the current instruction is the one that raised. Each instruction also has its range in the
 source text. If the range of one call contains the range of another, the outer call takes the result of the inner one.
-This shows an ``enumerate`` around the steps.
+This shows an ``enumerate``, ``zip`` or ``islice`` around the steps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import place_of
+
+COUNTERS = ("enumerate", "zip", "islice")
+"""Functions that count the items of an iterator, or take another item with each of them."""
 
 
 def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> bool:
@@ -46,13 +49,13 @@ def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> boo
     return False
 
 
-def counted(caller: FrameType) -> bool:
-    """Return whether the current call of ``caller`` is within the arguments of a call of ``enumerate``."""
+def counter_around(caller: FrameType) -> str:
+    """Return the name in ``COUNTERS`` whose call has the current call of ``caller`` in its arguments; empty: none."""
     code = list(dis.get_instructions(caller.f_code))
     begun = [each for each in code if each.offset <= caller.f_lasti]
     first, last = _extent(begun[-1])  # the call itself: ``f_lasti`` may also be in a cache entry after it
-    counters = {_extent(each)[0] for each in code if each.argval == "enumerate"}
-    return any(begin in counters and begin < first and last < end for begin, end in map(_extent, code))
+    around = {begin for begin, end in map(_extent, code) if begin < first and last < end}
+    return next((each.argval for each in code if each.argval in COUNTERS and _extent(each)[0] in around), "")
 
 
 def leaves(caller: FrameType) -> bool:

@@ -304,7 +304,7 @@ class Prover:
             )
         cause = (
             cause
-            or _changed(self._variables[RUNS], self._variables[RUNS + 1], fourth.deciding)
+            or _changed(self._variables[RUNS], self._variables[RUNS + 1], fourth.deciding, adapter.changed())
             or "it uses what the run before has changed"
         )
         if not all(f"{name} (" in cause for name in changed):
@@ -390,18 +390,21 @@ def _advanced(before: int | str, after: int | str) -> bool:
     return before != after
 
 
-def _changed(before: _Variables, after: _Variables, deciding: Container[str]) -> str:
+def _changed(before: _Variables, after: _Variables, deciding: Container[str], of_model: Sequence[str]) -> str:
     """Return a text with the possible causes of different results: changed variables, and all iterators; empty: none.
 
     Args:
         before, after: the variables at the starts of two runs of the block.
         deciding: names of the variables on which the updates depend. They come first.
+        of_model: numbers in attributes of the model that have changed, as texts.
     """
     then, now = {**before.plain, **before.inner}, {**after.plain, **after.inner}
     # A variable that the block has not assigned yet is a nan.
     names = [name for name, value in now.items() if repr(then.get(name, value)) != repr(value)]
     # Floats last, as they are mostly times.
     names.sort(key=lambda name: (name not in deciding, isinstance(now[name], float)))
-    told = [f"{name} (was {then[name]}, then {now[name]})" for name in names[:_TOLD_MAX]]
+    certain = [name for name in names if name in deciding]
+    told = [f"{name} (was {then[name]}, then {now[name]})" for name in names]
+    told = [*told[: len(certain)], *of_model, *told[len(certain) :]][:_TOLD_MAX]
     told += [f"{name} (drawn from)" for name in list(after.drawing)[:_TOLD_MAX]]
     return f"it may use what the run before has changed: {', '.join(told)}" if told else ""

@@ -347,9 +347,9 @@ class UpdateVariables:
         return ", ".join(list(self._names)[:VARIABLES_MAX])
 
     def described(self) -> str:
-        """Return the variables, their values and the places in the script as text."""
+        """Return the variables, those that have changed first, with their values and places in the script, as text."""
         where = "".join({f" ({described(places)})" for _, places in self._names.values()})
-        return f"{_shown(self._history.values) or 'none'}{where}"
+        return f"{_shown(self._history.changed_first()) or 'none'}{where}"
 
     def _is_state(self, name: str, place: tuple[str, int]) -> bool:
         """Return whether a container or an attribute of the script has tensors of the session's state."""

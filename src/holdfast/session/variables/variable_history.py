@@ -149,6 +149,10 @@ class VariableHistory:
         """Return whether all ``values`` are those of the first step of the job."""
         return all(self._record.first.get(name) == value for name, value in values.items())
 
+    def changed_first(self) -> dict[str, PlainValue]:
+        """Return the values at the open block. Variables that have had one value in all updates come last."""
+        return dict(sorted(self.values.items(), key=lambda item: item[0] in self.unchanged))
+
     def first_changes(self) -> dict[str, PlainValue]:
         """Return the numbers, arrays and tensors that the open block has changed for the first time.
 

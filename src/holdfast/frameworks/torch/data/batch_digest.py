@@ -6,12 +6,15 @@ It covers, by type:
 - a tensor on a device: shape and dtype only, because reading it would wait for the device;
 - numbers, texts and bytes: the value (of long texts the length and the beginning);
 - containers: their items, up to 64 in all;
-- other objects: the type.
+- other objects (SpeechBrain's ``PaddedBatch``): the type, and the tensors and arrays in their attributes. Other values
+  there are left out, because an object may keep times or addresses in them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,23 +23,24 @@ import xxhash
 
 ELEMENTS_MAX = 256
 LEAVES_MAX = 64
+INNER_MAX = 1000  # values that are visited in the attributes of one object
 TEXT_MAX = 4096
 
 
 def digest_of_batch(batch: Any) -> int:
-    """Return the 64-bit digest of a batch.
+    """Return the 64-bit digest of a batch; 0 if the digest would cover no values of the batch, but only types.
 
     Example:
         >>> digest_of_batch([1, "a"]) == digest_of_batch([1, "a"])
         True
     """
-    total = xxhash.xxh3_64()
+    total, known = xxhash.xxh3_64(), False
     for number, (path, leaf) in enumerate(_leaves(batch, "")):
         if number == LEAVES_MAX:
             break
         total.update(path.encode(errors="replace"))
-        _add(total, leaf)
-    return int(total.intdigest())
+        known = _add(total, leaf) or known
+    return int(total.intdigest()) if known else 0
 
 
 def _leaves(item: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -48,9 +52,36 @@ def _leaves(item: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}.{index}")
     else:
         yield path, item
+        if not isinstance(item, torch.Tensor | np.ndarray):
+            yield from _inner(item, path)
 
 
-def _add(total: xxhash.xxh3_64, leaf: Any) -> None:
+def _inner(item: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and arrays in the attributes of an object, with their paths."""
+    waiting = deque([(path, item)])
+    seen: dict[int, Any] = {}  # by id; holds the objects, so that no id is used twice
+    while waiting and len(seen) < INNER_MAX:
+        path, item = waiting.popleft()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, torch.Tensor | np.ndarray):
+            yield path, item
+        else:
+            waiting.extend((f"{path}.{key}", value) for key, value in islice(_parts(item), INNER_MAX))
+
+
+def _parts(item: Any) -> Iterator[tuple[object, Any]]:
+    """Return the keys and values in a container or an object of a class of Python; of other values none."""
+    if isinstance(item, Mapping):
+        return iter(item.items())
+    if isinstance(item, list | tuple):
+        return iter(enumerate(item))
+    return iter({} if isinstance(item, type) else getattr(item, "__dict__", {}).items())
+
+
+def _add(total: xxhash.xxh3_64, leaf: Any) -> bool:
+    """Add a leaf to the digest; return False if only its type was added."""
     if isinstance(leaf, torch.Tensor):
         total.update(f"tensor{leaf.dtype}{tuple(leaf.shape)}".encode())
         if _is_plain(leaf):
@@ -65,6 +96,8 @@ def _add(total: xxhash.xxh3_64, leaf: Any) -> None:
         total.update(repr(leaf).encode())
     else:
         total.update(type(leaf).__name__.encode())
+        return False
+    return True
 
 
 def _is_plain(leaf: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import xxhash
 
 from holdfast.frameworks.torch.state.boxes import writes_of
 from holdfast.frameworks.torch.state.optimizer_state import hyperparameters
+from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.frameworks.torch.steps.impurity_witness import Witness
@@ -101,6 +102,15 @@ def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
             yield from (*item.parameters(), *item.buffers())
 
 
+def _numbers_in(model: Models) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in attributes of all modules, with their names (``module.loss_normalizer``)."""
+    for prefix, outer in modules_of(model):
+        for path, module in outer.named_modules(prefix=prefix.removesuffix(".")):
+            for name, value in vars(module).items():
+                if type(value) in (int, float):
+                    yield f"{path}.{name}".removeprefix("."), value
+
+
 class Suspicion:
     """The search for the cause when two runs of a block differ.
 
@@ -109,10 +119,16 @@ class Suspicion:
 
     Args:
         state: state of the session.
+        model: the session's model.
     """
 
-    def __init__(self, state: TorchState) -> None:
+    def __init__(self, state: TorchState, model: Models) -> None:
         self._state = state
+        self._model = model
+        self._numbers: tuple[Mapping[str, float], Mapping[str, float]] = (
+            {},
+            {},
+        )  # at the begin of the last two runs
         self._witness: Witness | None = None
         self._before: tuple[bool, bool] | None = None  # the script's own settings, during a run
         self._writes: dict[
@@ -134,6 +150,15 @@ class Suspicion:
             return f"it writes {written[0]} before its update (write weights after optimizer.step())"
         return "" if self._witness is None else self._witness.cause
 
+    def changed(self) -> list[str]:
+        """Return the numbers in attributes of modules that differ between the begins of the last two runs, in words."""
+        before, now = self._numbers
+        return [
+            f"{name} (was {before[name]}, then {value})"
+            for name, value in now.items()
+            if before.get(name, value) != value
+        ]
+
     def updates(self) -> None:
         """Record the weights that the block has written so far: it is about to make an update ahead of its vote."""
         if self._before is not None and self._written is None:
@@ -154,6 +179,7 @@ class Suspicion:
         if self._witness is None:
             generators = [generator for _, generator in self._state.generators]
             self._witness = Witness(generators, _put_back(self._state))
+        self._numbers = self._numbers[1], dict(_numbers_in(self._model))
         self._writes, self._written = dict(self._trained()), None
         self._before = (
             torch.are_deterministic_algorithms_enabled(),
