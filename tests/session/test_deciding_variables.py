@@ -289,7 +289,11 @@ RENEWED: dict[str, set[str]] = {
     "past = [0.9 * old + new for old, new in zip(past, w)]": {"past"},
     "new = {}\nfor name in w:\n    new[name] = past[name] + w[name]\npast = new": {"past"},
     "past = averaged(past, w)": {"past"},
+    "past = [[r * old + new for old, new in zip(kept, w)] for r, kept in zip(rates, past)]": {"past"},
+    "for r in rates:\n    past[r] = {name: r * past[r][name] + w[name] for name in w}": {"past"},
+    "for r, kept in past.items():\n    past[r] = [r * old + new for old, new in zip(kept, w)]": {"past"},
     "past = {name: w[name].clone() for name in w}": set(),
+    "for r in rates:\n    past[r] = [each.clone() for each in w]": set(),
     "past = [each.clone() for each in w]": set(),
 }
 
