@@ -305,3 +305,34 @@ def test_a_container_that_each_step_replaces_by_one_that_follows_from_it(tmp_pat
     (file := tmp_path / "train.py").write_text(text)
     number = next(n for n, code in enumerate(text.splitlines(), 1) if "optimizer.step()" in code)
     assert renewed_containers(((str(file), number),)) == RENEWED[line] and past and new
+
+
+SUMMED: dict[str, tuple[str, ...]] = {
+    "scheduler.step(total / len(loader))": ("total",),
+    "mean = total / len(loader)\nif mean > last:\n    for group in groups:\n        group['lr'] *= 0.5": (
+        "total",
+    ),
+    "if total < 1:\n    break": ("total",),
+    "scheduler.step(evaluate(model))": (),
+    "scheduler.step(epoch)\nprint(total)": (),
+    "scheduler.step(loss)": (),
+    "if total < best:\n    torch.save(model, 'best.pt')": (),
+}
+EPOCHS = """
+def train(s, loader):
+    for epoch in s.epochs(3):
+        total = 0
+        for step in s.steps(loader):
+            with step as batch:
+                loss = criterion(batch)
+                loss.backward()
+                optimizer.step()
+            total += loss.item()
+"""
+
+
+@pytest.mark.parametrize("code", SUMMED)
+def test_sums_over_an_epoch_on_which_the_next_epoch_depends(tmp_path: Path, code: str) -> None:
+    text = EPOCHS + "".join(f"        {line}\n" for line in code.splitlines())
+    (file := tmp_path / "train.py").write_text(text)
+    assert deciding_variables(((str(file), 9),), update=True) == SUMMED[code]

@@ -62,16 +62,7 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     The value is True if some steps write the variable first (``PlacedVariable.partly``).
     """
     flow = _DataFlow(block)
-    for expression in wanted:
-        flow.want(expression)
-    left = [(node, tests) for node, tests in assigned(block) if not _fills_cache(node, tests)]
-    while found := [(node, tests) for node, tests in left if assigned_value(node) and flow.reaches(node)]:
-        left = [each for each in left if each not in found]
-        for node, tests in found:
-            indices = [target.slice for target in targets(node) if isinstance(target, ast.Subscript)]
-            for source in (assigned_value(node), *tests, *indices):
-                if source is not None:
-                    flow.want(source)
+    _follow_back(flow, wanted)
     items = list(_items(block))
     always, first = (_first_uses(items, varying, flow.reads) for varying in (set[str](), flow.written))
     read = [name for name, writes in first.items() if not writes and name in flow.wanted]
@@ -82,6 +73,28 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
         for name in read
         if not flow.written.isdisjoint((*owners_of(name), name))
     }
+
+
+def expressions_behind(block: ast.AST, wanted: Iterable[ast.AST]) -> list[ast.AST]:
+    """Return ``wanted``, and the expressions in ``block`` from which their values follow."""
+    return _follow_back(_DataFlow(block), wanted)
+
+
+def _follow_back(flow: _DataFlow, wanted: Iterable[ast.AST]) -> list[ast.AST]:
+    """Let ``flow`` want the expressions, and those from which their values follow. Return all of them."""
+    every = list(wanted)
+    for expression in every:
+        flow.want(expression)
+    left = [(node, tests) for node, tests in assigned(flow.block) if not _fills_cache(node, tests)]
+    while found := [(node, tests) for node, tests in left if assigned_value(node) and flow.reaches(node)]:
+        left = [each for each in left if each not in found]
+        for node, tests in found:
+            indices = [target.slice for target in targets(node) if isinstance(target, ast.Subscript)]
+            for source in (assigned_value(node), *tests, *indices):
+                if source is not None:
+                    flow.want(source)
+                    every.append(source)
+    return every
 
 
 def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
@@ -116,12 +129,14 @@ class _DataFlow:
         block: the loop. All assignments reach an expression that is not in it, or that is in a function of it.
 
     Attributes:
+        block: the block.
         written: the names that the block writes.
         wanted: the names in the wanted expressions.
         reads: the uses in the wanted expressions.
     """
 
     def __init__(self, block: ast.AST) -> None:
+        self.block = block
         self._number: dict[int, int] = {}  # of each node, in the order of the source
         self._end: dict[int, int] = {}  # the number of the last node in each loop
         self._loops: dict[int, tuple[ast.AST, ...]] = {}  # around each node, the outermost first

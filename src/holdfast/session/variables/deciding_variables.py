@@ -39,6 +39,7 @@ from holdfast.session.variables.data_flow import (
     assigned,
     assigned_value,
     carried,
+    expressions_behind,
     names_in,
     targets,
     value_now,
@@ -51,6 +52,7 @@ Places = tuple[tuple[str, int], ...]
 VARIABLES_MAX = 4  # in a message
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
+_MARK = re.compile(f"{LOCAL}[0-9]+")
 _SAVES = re.compile(r"(^|[._])(save|copyfile)")
 
 
@@ -112,6 +114,8 @@ def placed_variables(
         for name, partly in _of_place(place, places[:depth], update, state):
             if LOCAL not in name:
                 found[name, place] = partly and found.get((name, place), True)
+        for at in _summed(places[: depth + 1], state) if update else ():
+            found.setdefault(at, False)
     return tuple(PlacedVariable(*at, partly) for at, partly in found.items())
 
 
@@ -286,6 +290,32 @@ def _of_place(
         yield from ((name, partly) for name, partly in names.items() if loops or owners_of(name))
     for block in full[len(loops) :] if loops else []:
         yield from ((name, False) for name in _drawn(block))
+
+
+def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield the variables that a loop over steps carries, and on which an update depends by the code after the loop.
+
+    An example is the loss of an epoch, which ``scheduler.step(loss)`` gets. The loop over epochs does not carry it,
+    because it sets it before the loop over steps.
+    """
+    epochs = outermost_loop(places)
+    over_steps = [node for node in ast.walk(epochs) if node is not epochs and _is_over_steps(node)]
+    if not over_steps:
+        return
+    wanted = expressions_behind(epochs, [*_leaving(epochs), *sources(epochs, state)])
+    inner = [place for place in places[:-1] if any(map(_is_over_steps, _loops_around(*place)))]
+    for name in (name for loop in over_steps for name in carried(loop, wanted)):
+        if LOCAL not in name:
+            yield name, places[-1]
+        elif inner:
+            yield _MARK.sub("", name), inner[0]
+
+
+def _is_over_steps(node: ast.AST) -> bool:
+    """Return whether a node is a loop over ``s.steps(...)``, also with a progress bar around it."""
+    if not isinstance(node, ast.For):
+        return False
+    return any(isinstance(each, ast.Attribute) and each.attr == "steps" for each in ast.walk(node.iter))
 
 
 def _drawn(block: ast.AST) -> Iterator[str]:
