@@ -332,7 +332,11 @@ def train(s, loader):
 
 
 @pytest.mark.parametrize("code", SUMMED)
-def test_sums_over_an_epoch_on_which_the_next_epoch_depends(tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize("bar", [False, True])
+def test_sums_over_an_epoch_on_which_the_next_epoch_depends(tmp_path: Path, code: str, bar: bool) -> None:
     text = EPOCHS + "".join(f"        {line}\n" for line in code.splitlines())
+    if bar:
+        text = text.replace("        total = 0\n", "        total, bar = 0, tqdm(s.steps(loader))\n")
+        text = text.replace("in s.steps(loader):", "in bar:")
     (file := tmp_path / "train.py").write_text(text)
     assert deciding_variables(((str(file), 9),), update=True) == SUMMED[code]

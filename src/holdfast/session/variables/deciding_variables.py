@@ -299,11 +299,11 @@ def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[
     because it sets it before the loop over steps.
     """
     epochs = outermost_loop(places)
-    over_steps = [node for node in ast.walk(epochs) if node is not epochs and _is_over_steps(node)]
+    over_steps = [loop for loop in _loops_over_steps(epochs) if loop is not epochs]
     if not over_steps:
         return
     wanted = expressions_behind(epochs, [*_leaving(epochs), *sources(epochs, state)])
-    inner = [place for place in places[:-1] if any(map(_is_over_steps, _loops_around(*place)))]
+    inner = [place for place in places[:-1] if _loops_over_steps(_inside_scope(*place)[0])]
     for name in (name for loop in over_steps for name in carried(loop, wanted)):
         if LOCAL not in name:
             yield name, places[-1]
@@ -311,11 +311,19 @@ def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[
             yield _MARK.sub("", name), inner[0]
 
 
-def _is_over_steps(node: ast.AST) -> bool:
-    """Return whether a node is a loop over ``s.steps(...)``, also with a progress bar around it."""
-    if not isinstance(node, ast.For):
-        return False
-    return any(isinstance(each, ast.Attribute) and each.attr == "steps" for each in ast.walk(node.iter))
+def _loops_over_steps(tree: ast.AST) -> list[ast.For]:
+    """Return the loops over ``s.steps(...)``, also with a progress bar around it that has a name."""
+    bars: set[str] = set()
+    for assignment, _ in assigned(tree):
+        value = assigned_value(assignment)
+        if value is not None and not isinstance(assignment, ast.For) and _has_steps(value):
+            bars |= written(targets(assignment))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    return [loop for loop in loops if _has_steps(loop.iter) or not bars.isdisjoint(names_in([loop.iter]))]
+
+
+def _has_steps(value: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr == "steps" for each in ast.walk(value))
 
 
 def _drawn(block: ast.AST) -> Iterator[str]:
