@@ -632,14 +632,14 @@ def test_the_manual_lists_them_all() -> None:
     assert sorted((name, int(number)) for name, number in rows) == [(n, changed_lines(n)) for n in NAMES]
 
 
-@pytest.mark.parametrize("form", ["function", "inline"])
+@pytest.mark.parametrize("form", ["function", "meter", "inline"])
 def test_a_sum_over_an_epoch_that_moves_a_schedule_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """Regression: the loop over epochs sets the sum, so the search left it out: other learning rates, exit code 0."""
     monkeypatch.setenv("FORM", form)
     output, ended = run(tmp_path, "naive", "summed", monkeypatch, code=Exit.BAD_INPUT, KILL="1:8")
-    name = r'sums\["loss"\]' if form == "function" else "total"
+    name = {"function": r'sums\["loss"\]', "meter": "meter.sum", "inline": "total"}[form]
     assert re.search(f"StepError: the updates depend on {name} = .*, as at the first step", output), output
     assert not ended
 

@@ -1,6 +1,7 @@
 """A schedule follows the mean loss of each epoch, which a function sums up in a local variable.
 
-``KEPT=1``: the sum is kept by ``s.attach``. ``FORM=inline``: the sum is a variable of the loop over epochs, a tensor.
+``KEPT=1``: the sum is kept by ``s.attach``. ``FORM=meter``: an object has the sum. ``FORM=inline``: it is a tensor, a
+variable of the loop over epochs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,30 @@ def epoch_in_function() -> float:
     return sums["loss"] / len(loader)
 
 
+class Meter:
+    """The mean of values."""
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.mean = 0.0, 0, 0.0
+
+    def update(self, value: float) -> None:
+        """Add a value."""
+        self.sum += value
+        self.count += 1
+        self.mean = self.sum / self.count
+
+
+def epoch_with_meter() -> float:
+    """Train an epoch, and return the mean loss of this rank."""
+    meter = Meter()
+    for step in s.steps(loader):
+        with step as (x, y):
+            loss = loss_of(x, y, step.number)
+        if step.committed:
+            meter.update(float(loss))
+    return meter.mean
+
+
 def mean_of_ranks(value: torch.Tensor) -> torch.Tensor:
     """Return the mean over the ranks."""
     dist.all_reduce(value)
@@ -61,7 +86,9 @@ criterion = nn.MSELoss()
 
 with holdfast.session(model=model, optimizer=optimizer, scheduler=plateau, checkpoint="ckpt") as s:
     for _epoch in s.epochs(5):
-        if os.environ.get("FORM") != "inline":
+        if os.environ.get("FORM") == "meter":
+            mean = mean_of_ranks(torch.tensor(epoch_with_meter()))
+        elif os.environ.get("FORM") != "inline":
             mean = mean_of_ranks(torch.tensor(epoch_in_function()))
         else:
             total = torch.zeros(1)

@@ -303,12 +303,27 @@ def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[
     if not over_steps:
         return
     wanted = expressions_behind(epochs, [*_leaving(epochs), *sources(epochs, state)])
-    inner = [place for place in places[:-1] if _loops_over_steps(_inside_scope(*place)[0])]
+    inner = [depth for depth, at in enumerate(places[:-1]) if _loops_over_steps(_inside_scope(*at)[0])]
     for name in (name for loop in over_steps for name in carried(loop, wanted)):
         if LOCAL not in name:
             yield name, places[-1]
         elif inner:
-            yield _MARK.sub("", name), inner[0]
+            yield _MARK.sub("", name), places[inner[0]]
+    calls = [each for node in wanted for each in ast.walk(node) if isinstance(each, CallWithBody)]
+    if inner and any(map(_loops_over_steps, calls)):
+        yield from _returned_sums(places[: inner[0] + 1])
+
+
+def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield the variables that the loop over steps carries, and on which the result of its function depends.
+
+    Here calls of methods of local objects have bodies (``meter.update(loss)``). For its caller they have none.
+    """
+    function = with_bodies(places[-1], _inside_scope(*places[-1])[:1], places[:-1])[0]
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+    wanted = expressions_behind(function, returned)
+    for loop in _loops_over_steps(function):
+        yield from ((name, places[-1]) for name in carried(loop, wanted) if LOCAL not in name)
 
 
 def _loops_over_steps(tree: ast.AST) -> list[ast.For]:
