@@ -298,6 +298,38 @@ def test_a_teacher_that_a_new_process_does_not_have_ends_the_run_by_name(
     assert f"StepError: {said}" in output and not ended, output
 
 
+@pytest.mark.parametrize("kill", ["1:2", pytest.param("0:7,1:7", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("weights", "the code before this loop over steps has run again and has changed prototypes.weight"),
+        (
+            "assigned",
+            r"the updates depend on assigned, which the code before the loop .* sets \(clustered.py:",
+        ),
+    ],
+)
+def test_a_clustering_that_a_new_process_makes_with_other_weights_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, said: str, kill: str
+) -> None:
+    """Regression: the run ended with other weights, exit code 0."""
+    output, ended = run(
+        tmp_path, "naive", "clustered", monkeypatch, code=Exit.BAD_INPUT, PLACE=place, KILL=kill
+    )
+    assert re.search(rf"StepError: step {kill[-1]}: .*{said}", output) and not ended, output
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kill", ["1:5,0:10", "0:5,1:5", "0:7,1:7"])
+def test_a_clustering_at_the_begin_of_epochs_is_exact_after_any_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: str
+) -> None:
+    """The epochs begin at steps 0, 5 and 10."""
+    _, calm = run(tmp_path / "calm", "adapted", "clustered", monkeypatch)
+    output, killed = run(tmp_path / "killed", "adapted", "clustered", monkeypatch, KILL=kill)
+    assert "2 faults, 0 steps lost" in output and killed == calm, output
+
+
 def test_a_count_that_decides_about_evaluations_alone_may_begin_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

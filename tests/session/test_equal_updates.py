@@ -35,6 +35,10 @@ class Numbers:
         """Return the declared objects with a state."""
         return [each for each in self.declared if hasattr(each, "state_dict")]
 
+    def digest_of(self, value: object) -> int | None:
+        """Return no digest."""
+        return None
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return nothing: these tests have no tensors."""
         return None

@@ -76,7 +76,20 @@ log = logging.getLogger("holdfast")
 STAY_S = 90.0
 """Longest wait for an order in a process whose script has raised. A last-gasp checkpoint may take 60 s."""
 T = TypeVar("T")
-OFFERED = ("attach", "epochs", "exiting", "own", "phase", "root", "save", "section", "state", "step", "steps")
+OFFERED = (
+    "attach",
+    "epochs",
+    "exiting",
+    "new_epoch",
+    "own",
+    "phase",
+    "root",
+    "save",
+    "section",
+    "state",
+    "step",
+    "steps",
+)
 """The public attributes and methods of a session."""
 PARTS_VARIABLE = "HOLDFAST_PARTS"
 """Environment variable that the launcher sets when nodes are missing: number of ranks whose work each rank does."""
@@ -298,10 +311,14 @@ class Session(ScriptLoops):
         self._step = found.step
         before = before_of(found.path.name, run, joining=self._rank.joining)
         self._loops.stand_at(found.session, found.local, begun=found.begun, before=before)
+        if self._settings.verify_block:
+            self._loops.loaded.loaded()
         self._sections.stand_at(found.session)
         self._finite.stand_at(found.session)
         same = self._workers_then(found.session) == self._adapter.world_size * self._parts
-        self._blocks.variables.stand_at(found.session, found.local if same else {})
+        local = found.local if same else {}
+        self._blocks.variables.stand_at(found.session, local)
+        self._blocks.inputs.stand_at(local)
 
     def _open(self) -> None:
         rank, saver = self._rank, self._saver
@@ -381,6 +398,24 @@ class Session(ScriptLoops):
         """True when all ranks have agreed to leave the job, so that no step follows."""
         self._asked()
         return self._behind.exit_agreed
+
+    @property
+    def new_epoch(self) -> bool:
+        """True if the job has made no step in the open epoch or phase; outside of both: no step at all.
+
+        The code between ``s.epochs(N)`` and ``s.steps(loader)`` also runs in a process that joins or resumes in the
+        middle of an epoch. Put it under this condition if it writes weights, or computes from them what the steps use.
+        Keep its results in ``state``. It runs again if a fault comes before the first step of the epoch has ended.
+
+        Example:
+            >>> for epoch in s.epochs(90):  # doctest: +SKIP
+            ...     if s.new_epoch:
+            ...         kept["targets"] = cluster(model)  # with session(state={"kept": kept})
+            ...     for step in s.steps(loader):
+            ...         ...
+        """
+        self._asked()
+        return self._rank.step == self._loops.walk.begun_at
 
     def _asked(self) -> None:
         """In a spare, first wait until it is called. Raises: UsageError: the session is not entered."""
@@ -541,7 +576,8 @@ class Session(ScriptLoops):
         return self._loops.foresee(self._of_updates())
 
     def _of_updates(self) -> dict[str, Any]:
-        return self._blocks.variables.of_rank(ended=self._loops.ends_epoch)
+        of_updates = self._blocks.variables.of_rank(ended=self._loops.ends_epoch)
+        return {**of_updates, **self._blocks.inputs.of_rank()}
 
     def before_ready(self, tally: Tally) -> bytes | None:
         """Record the data position, publish a changed layout, and keep the state in memory if due, before the commit.

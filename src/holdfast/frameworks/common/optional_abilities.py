@@ -255,6 +255,14 @@ class DescribesUpdates(Protocol):
         Return None if ``value`` is no such tensor, or is larger than ``size_bytes_max``.
         """
 
+    def digest_of(self, value: object) -> int | None:
+        """Return a digest of the content of ``value`` without tensors of the state. Waits for the device.
+
+        The digest is equal in all processes with equal contents.
+
+        Return None if ``value`` is no tensor, array, module or plain value, nor a container of them.
+        """
+
 
 @runtime_checkable
 class ProvesBlocks(Protocol):

@@ -30,6 +30,7 @@ from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark
 from holdfast.frameworks.torch.nested_tensors import tensors_in
 from holdfast.frameworks.torch.state.bucket_layouts import BucketLayouts
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
+from holdfast.frameworks.torch.state.content_digest import digest_of_content
 from holdfast.frameworks.torch.state.data_parallel import copies_are_known, copy_of, holds_part, sharded_mesh
 from holdfast.frameworks.torch.state.devices import StateDevices, named_errors
 from holdfast.frameworks.torch.state.equal_start import begin_equal
@@ -325,6 +326,10 @@ class TorchAdapter:
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of ``value``, a small tensor on the CPU; None: ``value`` is no such tensor."""
         return content_of(value, size_bytes_max)
+
+    def digest_of(self, value: object) -> int | None:
+        """Return a digest of a tensor, array, module, plain value, or container, without tensors of the state."""
+        return digest_of_content(value, self.state.addresses())
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""

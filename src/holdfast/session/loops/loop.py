@@ -41,6 +41,7 @@ from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.exit_requests import RECORD
 from holdfast.session.loops.batch_digest import Drawn
 from holdfast.session.loops.dataset_check import compare_with_checkpoint, compare_with_ranks
+from holdfast.session.loops.loaded_state import LoadedState
 from holdfast.session.loops.loop_bounds import (
     ENDLESS,
     Bound,
@@ -132,6 +133,7 @@ class Loops:
         walk: the position of the script among its epochs and phases.
         local: the rank-local values of the last committed step.
         mine: the rank-local values that the script sets itself: ``Session.own`` and attached objects.
+        loaded: the state that this process has loaded.
         begun: feed for the next loop, from which a spare has drawn; None: the loop makes a feed.
     """
 
@@ -142,12 +144,12 @@ class Loops:
         self.walk = TurnPosition()
         self.local: dict[str, Plain] = {}
         self.mine = OwnValues()
+        self.loaded = LoadedState(adapter)
         self._rank = rank
         self._adapter = adapter
         self._parts = self._parts_then = parts
         self._tier = tier
         self._before = LoopMembers.ANOTHER_JOB
-        self._passed_over = False  # a finished loop was skipped, and the loop of the job has not opened yet
         self._first: Bound | None = None  # of the first loop; None: not known, or of another number of ranks
         # The first loop is over, and its end seems to be counted from the current step.
         self._counts_from_here = False
@@ -266,8 +268,7 @@ class Loops:
                 self._counts_from_here = counted_from_here(self._rank.step, until, self._first)
             self.pass_over()
             return  # the checkpoint was written in a later loop of the script
-        blocks.variables.enters_loop()
-        self._come_in()
+        self._come_in(blocks, loop)
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
@@ -282,7 +283,8 @@ class Loops:
         elif feed is not None and first:  # each epoch of the script has data in an order of its own
             feed.seek({"epoch": first * (epochs or 1), "batch": 0})
         if saved_loop < loop:
-            self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
+            self.place = {"loop": loop, "at": None if feed is None else feed.place()}
+            self.local = blocks.inputs.of_rank()
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
@@ -455,19 +457,21 @@ class Loops:
 
     def pass_over(self) -> None:
         """Skip a loop that the job has finished. First copy the state, to undo the effect of code after the loop."""
-        if not self._passed_over:
-            self._passed_over = True
-            self._adapter.begin(self._rank.step)
+        self.loaded.copy(self._rank.step)
         self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
-    def _come_in(self) -> None:
-        """Open the job's present loop. If loops were skipped, undo the changes by the code after them.
+    def _come_in(self, blocks: StepRunner, loop: int) -> None:
+        """Open the job's present loop, on the loaded state if this process continues the job.
 
-        The loaded state already includes the effect of that code.
+        Args:
+            blocks: runs the blocks of the steps.
+            loop: number of the loop.
         """
-        if self._passed_over:
-            self._passed_over = False
-            self._adapter.abort()
+        step, opened = self._rank.step, self.place["loop"]
+        again = opened == loop
+        blocks.variables.enters_loop()
+        self.loaded.opens_loop(step, again=again)
+        blocks.inputs.enters_loop(step, again=again, follows=opened == loop - 1 and bool(self.walk.epoch))
         self._rank.moved(ScriptEvent.LOOP_OPENED)
         self.mine.put()
 

@@ -148,6 +148,11 @@ class TurnPosition:
         return next((part.done for part in reversed(self._open) if part.kind == "epochs"), None)
 
     @property
+    def begun_at(self) -> int:
+        """The step at which the job has begun the innermost open turn; 0: no turn is open."""
+        return int(self._record[self._open[-1].way]["step"]) if self._open else 0
+
+    @property
     def left(self) -> ScriptPart | None:
         """The innermost open part if the script has left that part by ``break`` or an exception; otherwise None."""
         return self._open[-1] if self._open and self._open[-1].closed else None

@@ -135,6 +135,8 @@ class Turns:
         if self._after_block.exit_agreed:
             raise SystemExit(0)
         step = walk.begin(part, rank.step)
+        if not self._has_opened_loop():
+            self._loops.loaded.begins_turn(rank.step)
         self._pass_over()
         self._loops.note_turns()
         self._adapter.between(step, 0, again=True)
@@ -143,8 +145,12 @@ class Turns:
 
     def _pass_over(self) -> None:
         """If the job has opened a later loop, note that the effect of the code before that loop must be undone."""
-        if self._loops.place["loop"] >= self._loops.walk.loops:
+        if self._has_opened_loop():
             self._loops.pass_over()
+
+    def _has_opened_loop(self) -> bool:
+        """Return whether the job has opened the next loop over steps of the script, or a later one."""
+        return bool(self._loops.place["loop"] >= self._loops.walk.loops)
 
     def _end(self, part: ScriptPart) -> None:
         """Wait until all ranks have finished the open turn of ``part``.

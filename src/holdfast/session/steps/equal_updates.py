@@ -33,6 +33,7 @@ from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.steps.update_differences import Updates, described, difference
+from holdfast.session.variables.input_values import InputValues
 from holdfast.session.variables.update_variables import HINT, UpdateVariables, identified
 
 
@@ -61,6 +62,7 @@ class EqualUpdates:
 
     Attributes:
         variables: the check of these variables.
+        inputs: the check of the variables that the code before a loop sets.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class EqualUpdates:
         searches: bool,
     ) -> None:
         self.variables = UpdateVariables(source, on=searches, warns=rank == 0)
+        self.inputs = InputValues(source if searches else None, self.variables)
         self._rank = rank
         self._source = source
         self._client = client

@@ -41,6 +41,7 @@ from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
 from holdfast.session.steps.voting import VoteCaster
+from holdfast.session.variables.input_values import InputValues
 from holdfast.session.variables.unassigned_variables import bind, exchange
 from holdfast.session.variables.update_variables import UpdateVariables
 
@@ -289,6 +290,11 @@ class StepRunner:
     def variables(self) -> UpdateVariables:
         """The check of the script's variables on which the updates depend."""
         return self._equal.variables
+
+    @property
+    def inputs(self) -> InputValues:
+        """The check of the variables that the code before a loop over steps sets."""
+        return self._equal.inputs
 
     @property
     def current(self) -> Step | None:

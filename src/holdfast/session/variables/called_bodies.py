@@ -28,7 +28,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from holdfast.runtime.worker.script_frames import (
     LIBRARIES,
@@ -111,14 +111,31 @@ def with_bodies(
         nodes: nodes of ``tree_of(file)``. The first one contains the others.
         inner: file and line that the frames inside of the nodes execute now.
     """
-    # A second parse takes a hundredth of the time of a copy.
-    tree = _new_tree_of(place[0])
-    wanted = {_place(node): None for node in nodes}
-    found = {at: node for node in ast.walk(tree) if (at := _place(node)) in wanted}
-    copies = [found[at] for at in wanted if at in found]
+    copies = _copies(place[0], nodes)
     if copies:
         _Bodies(place, inner, copies[0]).visit(copies[0])
     return copies
+
+
+def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.Module:
+    """Return a module of copies of ``nodes``, in which the calls of the script's functions have bodies.
+
+    Args:
+        place: file and line that the frame with the nodes executes now.
+        nodes: nodes of ``tree_of(file)``. None contains another one.
+    """
+    module = ast.Module(cast("list[ast.stmt]", _copies(place[0], nodes)), [])
+    _Bodies(place, (), module).visit(module)
+    return module
+
+
+def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
+    """Return copies of nodes of ``tree_of(file)``: nodes of another tree of the same source."""
+    # A second parse takes a hundredth of the time of a copy.
+    tree = _new_tree_of(file)
+    wanted = {_place(node): None for node in nodes}
+    found = {at: node for node in ast.walk(tree) if (at := _place(node)) in wanted}
+    return [found[at] for at in wanted if at in found]
 
 
 class _Bodies(ast.NodeTransformer):

@@ -61,8 +61,7 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
 
     The value is True if some steps write the variable first (``PlacedVariable.partly``).
     """
-    flow = _DataFlow(block)
-    _follow_back(flow, wanted)
+    flow = _followed(block, wanted)
     items = list(_items(block))
     always, first = (_first_uses(items, varying, flow.reads) for varying in (set[str](), flow.written))
     read = [name for name, writes in first.items() if not writes and name in flow.wanted]
@@ -75,17 +74,23 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     }
 
 
-def expressions_behind(block: ast.AST, wanted: Iterable[ast.AST]) -> list[ast.AST]:
-    """Return ``wanted``, and the expressions in ``block`` from which their values follow."""
-    return _follow_back(_DataFlow(block), wanted)
+def inputs(block: ast.AST, wanted: Iterable[ast.AST]) -> list[str]:
+    """Return the names on which expressions depend in ``block``, and of which it writes neither value nor owner.
+
+    A call of an attribute (``self.teacher(x)``) may be one of a method, so the object is named as well.
+    """
+    flow = _followed(block, wanted)
+    methods = dict(_methods_in(block))
+    read = {name for name in flow.wanted if flow.written.isdisjoint((*owners_of(name), name))}
+    return sorted(read | {methods[name] for name in read & methods.keys()})
 
 
-def _follow_back(flow: _DataFlow, wanted: Iterable[ast.AST]) -> list[ast.AST]:
-    """Let ``flow`` want the expressions, and those from which their values follow. Return all of them."""
-    every = list(wanted)
-    for expression in every:
+def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
+    """Return the data flow of ``block`` to the expressions ``wanted``."""
+    flow = _DataFlow(block)
+    for expression in wanted:
         flow.want(expression)
-    left = [(node, tests) for node, tests in assigned(flow.block) if not _fills_cache(node, tests)]
+    left = [(node, tests) for node, tests in assigned(block) if not _fills_cache(node, tests)]
     while found := [(node, tests) for node, tests in left if assigned_value(node) and flow.reaches(node)]:
         left = [each for each in left if each not in found]
         for node, tests in found:
@@ -93,8 +98,12 @@ def _follow_back(flow: _DataFlow, wanted: Iterable[ast.AST]) -> list[ast.AST]:
             for source in (assigned_value(node), *tests, *indices):
                 if source is not None:
                     flow.want(source)
-                    every.append(source)
-    return every
+    return flow
+
+
+def expressions_behind(block: ast.AST, wanted: Iterable[ast.AST]) -> list[ast.AST]:
+    """Return ``wanted``, and the expressions in ``block`` from which their values follow."""
+    return _followed(block, wanted).expressions
 
 
 def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
@@ -129,14 +138,14 @@ class _DataFlow:
         block: the loop. All assignments reach an expression that is not in it, or that is in a function of it.
 
     Attributes:
-        block: the block.
+        expressions: the wanted expressions.
         written: the names that the block writes.
         wanted: the names in the wanted expressions.
         reads: the uses in the wanted expressions.
     """
 
     def __init__(self, block: ast.AST) -> None:
-        self.block = block
+        self.expressions: list[ast.AST] = []
         self._number: dict[int, int] = {}  # of each node, in the order of the source
         self._end: dict[int, int] = {}  # the number of the last node in each loop
         self._loops: dict[int, tuple[ast.AST, ...]] = {}  # around each node, the outermost first
@@ -168,6 +177,7 @@ class _DataFlow:
 
     def want(self, expression: ast.AST) -> None:
         """Want what the value of ``expression`` depends on."""
+        self.expressions.append(expression)
         reads = set(uses(expression, results=True))
         names = {use.name for use in reads}
         self.reads |= reads

@@ -78,7 +78,7 @@ def places_in_script() -> Places:
     frames = frames_outside((OURS, *LIBRARIES, "<"))  # "<frozen runpy>"
     places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
     found = [place for place in places if of_script(place[0])]
-    loops = [index for index, place in enumerate(found) if _loops_around(*place)]
+    loops = [index for index, place in enumerate(found) if loops_around(*place)]
     return tuple(found[: loops[-1] + 1] if loops else found[:1])
 
 
@@ -149,6 +149,17 @@ def _has_save(node: ast.If) -> bool:
 
 
 @cache
+def loops_around(file: str, line: int) -> list[ast.AST]:
+    """Return the loops around a line, in its function (or module), the outermost first."""
+    return [node for node in _inside_scope(file, line) if isinstance(node, Loop)]
+
+
+def scope_of(file: str, line: int) -> ast.AST:
+    """Return the function, or the module, of a line."""
+    return _inside_scope(file, line)[0]
+
+
+@cache
 def lasting_variables(places: Places) -> frozenset[str]:
     """Return the names of variables at the outermost of ``places`` that no epoch sets to a value of their begin.
 
@@ -213,7 +224,7 @@ def outermost_loop(places: Places) -> ast.AST:
 
     Without a loop, the result is an empty module.
     """
-    loops = with_bodies(places[-1], _loops_around(*places[-1]), places[:-1])
+    loops = with_bodies(places[-1], loops_around(*places[-1]), places[:-1])
     return loops[0] if loops else ast.Module([], [])
 
 
@@ -222,7 +233,7 @@ def block_at(places: Places) -> ast.AST | None:
 
     None: there is no block in a loop.
     """
-    loops = _loops_around(*places[-1])
+    loops = loops_around(*places[-1])
     inner = _inside_scope(*places[-1])
     blocks = _blocks(inner[inner.index(loops[0]) :]) if loops else []
     return next(iter(with_bodies(places[-1], blocks, places[:-1])), None)
@@ -278,7 +289,7 @@ def _of_place(
 ) -> Iterator[tuple[str, bool]]:
     file, line = place
     scope, *inner = _inside_scope(file, line)
-    loops = _loops_around(file, line)
+    loops = loops_around(file, line)
     inside = inner[inner.index(loops[0]) :] if loops and update else []
     blocks = _blocks(inside)
     full = with_bodies(place, [*loops, *blocks], inside_it) if loops else [scope]
@@ -348,11 +359,6 @@ def _drawn(block: ast.AST) -> Iterator[str]:
         match node:
             case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source) not in {"", *own}:
                 yield chain(source)
-
-
-@cache
-def _loops_around(file: str, line: int) -> list[ast.AST]:
-    return [node for node in _inside_scope(file, line) if isinstance(node, Loop)]
 
 
 def _inside_scope(file: str, line: int) -> list[ast.AST]:

@@ -159,13 +159,14 @@ class UpdateVariables:
 
     def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> Names:
         """Return the names, with their places, that are not known yet and are no state of the session."""
+        new = (each for each in found if each.name not in self._names)
+        return {each.name: (each.place, places) for each in self.without_state(new)}
+
+    def without_state(self, found: Iterable[PlacedVariable]) -> list[PlacedVariable]:
+        """Return the variables in ``found`` that are no state of the session."""
         objects = [] if self._source is None else self._source.objects()
         kept = kept_by(objects)
-        return {
-            each.name: (each.place, places)
-            for each in found
-            if each.name not in self._names and not self._declared(each.name, each.place, objects, kept)
-        }
+        return [each for each in found if not self._declared(each.name, each.place, objects, kept)]
 
     def passes_end(self) -> None:
         """Read the values where this process continues the job at the end of a loop: the code after it may change them.

@@ -48,6 +48,7 @@ from holdfast.frameworks.torch.state.boxes import (
     refuse_undeclared,
     writes_of,
 )
+from holdfast.frameworks.torch.state.content_digest import address_of
 from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
 from holdfast.frameworks.torch.state.devices import await_devices, devices_of, named_errors
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
@@ -358,6 +359,13 @@ class TorchState:
         # A state dict has other tensor objects, which share the memory.
         others = (array for arrays in of_objects for _, array in arrays)
         return any(share_memory(each, tensor) for each in chain(live, others))
+
+    def addresses(self) -> set[int]:
+        """Return the addresses of the memory of parameters, buffers and the user's own tensors."""
+        live = (*self.names.parameters.values(), *(slot.get() for slot in self.names.buffers))
+        own = (array for _, array in arrays_in(self.plain_extras(), "state"))
+        tensors = (each for each in (*live, *own) if isinstance(each, torch.Tensor))
+        return {address_of(tensor) for tensor in tensors} - {0}
 
     def trained(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train (:func:`trained_by`)."""

@@ -1,0 +1,188 @@
+"""The inputs of a loop over steps: variables that code before the loop sets, and on which the updates depend.
+
+Theory. The code between the begin of the session and the loop, and the code at the begin of an epoch, run again in each
+process that continues the job. There they have the weights of the newest step, and not those of the begin of the epoch.
+So a variable that they compute from weights (the assignments of a clustering, a copy of the model) gets another value,
+on all ranks alike if all ranks have started again.
+
+The search takes the names on which the updates in the loop depend, and which the loop does not write. It keeps those
+that may be set again: the function around the loop assigns them after the begin of the session, or a caller passes such
+a variable, or one that it computes in the call. An attribute counts if an attribute of this name is assigned there.
+Settings, which the script reads before the session, are left out: a job may continue with other ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple, cast
+
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of
+from holdfast.session.variables.called_bodies import LOCAL, module_with_bodies, of_script, with_bodies
+from holdfast.session.variables.data_flow import Loop, inputs, names_in, written
+from holdfast.session.variables.deciding_variables import (
+    PlacedVariable,
+    Places,
+    loops_around,
+    scope_of,
+)
+from holdfast.session.variables.update_sources import dotted, sources
+
+_SESSION = re.compile(r"(^|\.)session$")
+_Position = tuple[int, int]
+
+
+def all_places() -> Places:
+    """Return file and line of all stack frames of the script in this thread, the innermost first."""
+    frames = frames_outside((OURS, *LIBRARIES, "<"))
+    places = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
+    return tuple(place for place in places if of_script(place[0]))
+
+
+class LoopInput(NamedTuple):
+    """An input of a loop over steps.
+
+    Attributes:
+        variable: the variable.
+        of_turn: code inside of the loops around it may set it (at the begin of an epoch).
+    """
+
+    variable: PlacedVariable
+    of_turn: bool
+
+
+def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
+    """Return the inputs of the loop over steps that the script begins now.
+
+    Args:
+        places: the places of :func:`all_places`. The innermost one in a loop with updates is the begin of the loop.
+    """
+    for depth, place in enumerate(places):
+        loops = with_bodies(place, loops_around(*place)[-1:], places[:depth])
+        found = sources(loops[0], frozenset()) if loops else []
+        if found:
+            names = [name for name in inputs(loops[0], found) if LOCAL not in name]
+            inside, every = (
+                [name for name in names if _is_set(name, places[depth:], _Search(place, turns))]
+                for turns in (True, False)
+            )
+            return tuple(
+                LoopInput(PlacedVariable(name, place, partly=False), name in inside) for name in every
+            )
+    return ()
+
+
+class _Search(NamedTuple):
+    """A search for code that sets variables and runs again.
+
+    Attributes:
+        steps: the place of the loop over steps.
+        turns: code outside of all loops does not count.
+    """
+
+    steps: tuple[str, int]
+    turns: bool
+
+
+def _is_set(name: str, places: Places, search: _Search) -> bool:
+    """Return whether code that runs again may set the variable ``name`` of the function at the first of ``places``.
+
+    Args:
+        places: that function, and the functions that have called it.
+        search: the search.
+    """
+    owners = owners_of(name)
+    attribute = name.rpartition(".")[2]
+    if owners and any(attribute in _attributes_set(places[depth:], search) for depth in range(len(places))):
+        return True
+    parts = (*owners, name)
+    for depth, place in enumerate(places):
+        scope = scope_of(*place)
+        parameters = _parameters(scope)
+        if parts[0] not in {*parameters, *written([scope])}:
+            continue  # a variable of the function around this one
+        if not written(_region(places[depth:], search)).isdisjoint(parts):
+            return True
+        outside = places[depth + 1 :]
+        argument = _argument(scope, parts[0], outside[0]) if parts[0] in parameters and outside else None
+        if argument is None:
+            return False
+        return isinstance(argument, ast.Call) or any(
+            _is_set(each, outside, search) for each in names_in([argument])
+        )
+    return False
+
+
+@cache
+def _attributes_set(places: Places, search: _Search) -> frozenset[str]:
+    """Return the last names of attributes that the region of the first of ``places`` assigns, also in functions."""
+    names = written([module_with_bodies(places[0], list(_region(places, search)))])
+    return frozenset(name.rpartition(".")[2] for name in names if "." in name)
+
+
+def _region(places: Places, search: _Search) -> Iterator[ast.AST]:
+    """Yield the nodes of the function at the first of ``places`` that run again, without the loop over over steps."""
+    place, *outside = places
+    scope, loops = scope_of(*place), loops_around(*place)
+    loop = _position(loops[-1]) if place == search.steps else None
+    begin = _begin_of_session(scope, place[1])
+    looped = any(loops_around(*each) for each in outside)
+    if begin is not None and (looped or not search.turns):
+        yield from _after(scope, begin, loop)
+    elif looped or (
+        not search.turns and any(_begin_of_session(scope_of(*each), each[1]) for each in outside)
+    ):
+        yield from _after(scope, 0, loop)
+    elif loops:
+        yield from _after(ast.Module([cast("ast.stmt", loops[0])], []), 0, loop)
+
+
+def _begin_of_session(scope: ast.AST, line: int) -> int | None:
+    """Return the newest line before ``line`` in which a function begins a session; None: there is none."""
+    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and node.lineno <= line)
+    return max((node.lineno for node in calls if _SESSION.search(dotted(node.func))), default=None)
+
+
+def _after(node: ast.AST, begin: int, loop: _Position | None) -> Iterator[ast.AST]:
+    """Yield the largest nodes in ``node`` after line ``begin`` that do not contain the loop at position ``loop``."""
+    for child in ast.iter_child_nodes(node):
+        here = _position(child)
+        if here == loop and isinstance(child, Loop):
+            continue
+        around = loop is not None and any(_position(each) == loop for each in ast.walk(child))
+        if here is not None and here[0] > begin and not around:
+            yield child
+        else:
+            yield from _after(child, begin, loop)
+
+
+def _position(node: ast.AST) -> _Position | None:
+    line: int | None = getattr(node, "lineno", None)
+    return None if line is None else (line, getattr(node, "col_offset", 0))
+
+
+def _parameters(scope: ast.AST) -> list[str]:
+    if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    arguments = scope.args
+    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def _argument(scope: ast.AST, parameter: str, caller: tuple[str, int]) -> ast.expr | None:
+    """Return the argument for ``parameter`` in the call of the function ``scope`` at ``caller``; None: not known."""
+    for node in ast.walk(scope_of(*caller)):
+        match node:
+            case ast.Call(func=called) if node.lineno <= caller[1] <= (node.end_lineno or 0) and (
+                dotted(called).rpartition(".")[2] == getattr(scope, "name", "")
+            ):
+                names = _parameters(scope)
+                names = names[isinstance(called, ast.Attribute) and names[:1] == ["self"] :]
+                for name, value in zip(names, node.args, strict=False):
+                    if isinstance(value, ast.Starred):
+                        break
+                    if name == parameter:
+                        return value
+                return next((each.value for each in node.keywords if each.arg == parameter), None)
+    return None
