@@ -308,6 +308,40 @@ def test_an_average_in_a_container_that_follows_from_the_one_before_is_found() -
     assert script.step() == script.step() == ["ema['0.weight'] (and 3 tensors more)"]
 
 
+def renewed_lists(model: nn.Module) -> tuple[Variables, Update]:
+    variables: Variables = {"emas": [[p.detach().clone() for p in model.parameters()] for _ in range(2)]}
+
+    def update(model: nn.Module) -> None:
+        old: Any = variables["emas"]
+        variables["emas"] = [
+            [0.9 * a + 0.1 * p.detach() for a, p in zip(o, model.parameters(), strict=True)] for o in old
+        ]
+
+    return variables, update
+
+
+def renewed_entries(model: nn.Module) -> tuple[Variables, Update]:
+    emas = {rate: [p.detach().clone() for p in model.parameters()] for rate in (0.9, 0.99)}
+
+    def update(model: nn.Module) -> None:
+        for rate, kept in emas.items():
+            emas[rate] = [
+                rate * a + (1 - rate) * p.detach() for a, p in zip(kept, model.parameters(), strict=True)
+            ]
+
+    return {"emas": emas}, update
+
+
+@pytest.mark.parametrize("make", [renewed_lists, renewed_entries])
+def test_averages_at_several_rates_are_found(make: Callable[[nn.Module], tuple[Variables, Update]]) -> None:
+    """Regression: the average lies two containers deep (diffusion models), and was taken for scratch."""
+    script = Script(make)
+    script.renewed = frozenset({"emas"})
+    script.look()
+    found = script.step(), script.step()
+    assert all(len(each) == 1 and each[0].startswith("emas[0") for each in found)
+
+
 def sums(model: nn.Module) -> tuple[Variables, Update]:
     total = torch.zeros(2)  # of the shape of a bias
     history = np.zeros(100)

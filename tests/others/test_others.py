@@ -662,3 +662,34 @@ def changed_lines(name: str) -> int:
 def test_the_manual_lists_them_all() -> None:
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\d+) \|", TABLE.read_text(), re.MULTILINE)
     assert sorted((name, int(number)) for name, number in rows) == [(n, changed_lines(n)) for n in NAMES]
+
+
+@pytest.mark.parametrize("form", ["function", "meter", "inline"])
+def test_a_sum_over_an_epoch_that_moves_a_schedule_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Regression: the loop over epochs sets the sum, so the search left it out: other learning rates, exit code 0."""
+    monkeypatch.setenv("FORM", form)
+    output, ended = run(tmp_path, "naive", "summed", monkeypatch, code=Exit.BAD_INPUT, KILL="1:8")
+    name = {"function": r'sums\["loss"\]', "meter": "meter.sum", "inline": "total"}[form]
+    assert re.search(f"StepError: the updates depend on {name} = .*, as at the first step", output), output
+    assert not ended
+
+
+def test_a_sum_over_an_epoch_that_is_attached_moves_a_schedule_as_without_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEPT", "1")
+    output, calm = run(tmp_path / "calm", "naive", "summed", monkeypatch)
+    assert "depend on" not in output, "a false alarm"
+    output, killed = run(tmp_path / "killed", "naive", "summed", monkeypatch, KILL="1:8,0:17")
+    assert "2 faults, 0 steps lost" in output and killed == calm and len(calm) == 2, output
+
+
+def test_a_replacement_at_the_begin_of_an_epoch_has_the_sum_of_its_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch sets the sum to zero on all ranks, so nothing is refused."""
+    _, calm = run(tmp_path / "calm", "naive", "summed", monkeypatch)
+    output, killed = run(tmp_path / "killed", "naive", "summed", monkeypatch, KILL="1:10")
+    assert "1 fault, 0 steps lost" in output and killed == calm and len(calm) == 2, output

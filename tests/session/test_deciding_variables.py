@@ -290,7 +290,11 @@ RENEWED: dict[str, set[str]] = {
     "past = [0.9 * old + new for old, new in zip(past, w)]": {"past"},
     "new = {}\nfor name in w:\n    new[name] = past[name] + w[name]\npast = new": {"past"},
     "past = averaged(past, w)": {"past"},
+    "past = [[r * old + new for old, new in zip(kept, w)] for r, kept in zip(rates, past)]": {"past"},
+    "for r in rates:\n    past[r] = {name: r * past[r][name] + w[name] for name in w}": {"past"},
+    "for r, kept in past.items():\n    past[r] = [r * old + new for old, new in zip(kept, w)]": {"past"},
     "past = {name: w[name].clone() for name in w}": set(),
+    "for r in rates:\n    past[r] = [each.clone() for each in w]": set(),
     "past = [each.clone() for each in w]": set(),
 }
 
@@ -311,3 +315,38 @@ def test_a_message_begins_with_the_variables_that_have_changed() -> None:
         history.values = {"features.first_call": True, "features.scale": 2.0, "annealing.rate": rate}
         history.committed(ended=False)
     assert list(history.changed_first()) == ["annealing.rate", "features.first_call", "features.scale"]
+
+
+SUMMED: dict[str, tuple[str, ...]] = {
+    "scheduler.step(total / len(loader))": ("total",),
+    "mean = total / len(loader)\nif mean > last:\n    for group in groups:\n        group['lr'] *= 0.5": (
+        "total",
+    ),
+    "if total < 1:\n    break": ("total",),
+    "scheduler.step(evaluate(model))": (),
+    "scheduler.step(epoch)\nprint(total)": (),
+    "scheduler.step(loss)": (),
+    "if total < best:\n    torch.save(model, 'best.pt')": (),
+}
+EPOCHS = """
+def train(s, loader):
+    for epoch in s.epochs(3):
+        total = 0
+        for step in s.steps(loader):
+            with step as batch:
+                loss = criterion(batch)
+                loss.backward()
+                optimizer.step()
+            total += loss.item()
+"""
+
+
+@pytest.mark.parametrize("code", SUMMED)
+@pytest.mark.parametrize("bar", [False, True])
+def test_sums_over_an_epoch_on_which_the_next_epoch_depends(tmp_path: Path, code: str, bar: bool) -> None:
+    text = EPOCHS + "".join(f"        {line}\n" for line in code.splitlines())
+    if bar:
+        text = text.replace("        total = 0\n", "        total, bar = 0, tqdm(s.steps(loader))\n")
+        text = text.replace("in s.steps(loader):", "in bar:")
+    (file := tmp_path / "train.py").write_text(text)
+    assert deciding_variables(((str(file), 9),), update=True) == SUMMED[code]

@@ -1,4 +1,7 @@
-"""A key encoder follows the query encoder in each forward pass, which also fills a queue with the keys of all ranks."""
+"""A key encoder follows the query encoder in each forward pass, which also fills a queue with the keys of all ranks.
+
+Its first layer is not trained (MoCo v3): the key encoder averages a weight with the shape of no trained one.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,10 @@ inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(inputs, inputs + 0.1)
 sampler = DistributedSampler(data)  # type: ignore[var-annotated]
 loader = DataLoader(data, batch_size=4, sampler=sampler)
-encoder = nn.Sequential(nn.Linear(6, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 8))
+stem = nn.Linear(6, 720).requires_grad_(False)
+encoder = nn.Sequential(stem, nn.BatchNorm1d(720), nn.ReLU(), nn.Linear(720, 8))
 raw = Contrast(encoder, 8)
+stem.weight.data.mul_(0.5)  # the first layer of the key encoder follows in the next steps
 model = DistributedDataParallel(raw)
 optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.CrossEntropyLoss()

@@ -676,7 +676,8 @@ class TorchAdapter:
 
     def found(self) -> Mapping[str, int]:
         """Return digests of the state from which a block starts, keyed by a description of each value."""
-        return found_by(self.state)
+        lost = self._snapshot.averages.lost()
+        return {**found_by(self.state), **{f"the weight {name} (no copy)": n for name, n in lost.items()}}
 
     def computed(self) -> Mapping[str, int]:
         """Return digests of the results of the block so far, keyed by a description of each value."""

@@ -101,6 +101,11 @@ def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
     return flow
 
 
+def expressions_behind(block: ast.AST, wanted: Iterable[ast.AST]) -> list[ast.AST]:
+    """Return ``wanted``, and the expressions in ``block`` from which their values follow."""
+    return _followed(block, wanted).expressions
+
+
 def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
     """Return whether an assignment adds an entry to a cache: ``if key not in cache: cache[key] = ...``.
 
@@ -133,12 +138,14 @@ class _DataFlow:
         block: the loop. All assignments reach an expression that is not in it, or that is in a function of it.
 
     Attributes:
+        expressions: the wanted expressions.
         written: the names that the block writes.
         wanted: the names in the wanted expressions.
         reads: the uses in the wanted expressions.
     """
 
     def __init__(self, block: ast.AST) -> None:
+        self.expressions: list[ast.AST] = []
         self._number: dict[int, int] = {}  # of each node, in the order of the source
         self._end: dict[int, int] = {}  # the number of the last node in each loop
         self._loops: dict[int, tuple[ast.AST, ...]] = {}  # around each node, the outermost first
@@ -170,6 +177,7 @@ class _DataFlow:
 
     def want(self, expression: ast.AST) -> None:
         """Want what the value of ``expression`` depends on."""
+        self.expressions.append(expression)
         reads = set(uses(expression, results=True))
         names = {use.name for use in reads}
         self.reads |= reads

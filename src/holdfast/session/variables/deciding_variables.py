@@ -39,6 +39,7 @@ from holdfast.session.variables.data_flow import (
     assigned,
     assigned_value,
     carried,
+    expressions_behind,
     names_in,
     targets,
     value_now,
@@ -51,6 +52,7 @@ Places = tuple[tuple[str, int], ...]
 VARIABLES_MAX = 4  # in a message
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
+_MARK = re.compile(f"{LOCAL}[0-9]+")
 _SAVES = re.compile(r"(^|[._])(save|copyfile)")
 
 
@@ -112,6 +114,8 @@ def placed_variables(
         for name, partly in _of_place(place, places[:depth], update, state):
             if LOCAL not in name:
                 found[name, place] = partly and found.get((name, place), True)
+        for at in _summed(places[: depth + 1], state) if update else ():
+            found.setdefault(at, False)
     return tuple(PlacedVariable(*at, partly) for at, partly in found.items())
 
 
@@ -297,6 +301,55 @@ def _of_place(
         yield from ((name, partly) for name, partly in names.items() if loops or owners_of(name))
     for block in full[len(loops) :] if loops else []:
         yield from ((name, False) for name in _drawn(block))
+
+
+def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield the variables that a loop over steps carries, and on which an update depends by the code after the loop.
+
+    An example is the loss of an epoch, which ``scheduler.step(loss)`` gets. The loop over epochs does not carry it,
+    because it sets it before the loop over steps.
+    """
+    epochs = outermost_loop(places)
+    over_steps = [loop for loop in _loops_over_steps(epochs) if loop is not epochs]
+    if not over_steps:
+        return
+    wanted = expressions_behind(epochs, [*_leaving(epochs), *sources(epochs, state)])
+    inner = [depth for depth, at in enumerate(places[:-1]) if _loops_over_steps(_inside_scope(*at)[0])]
+    for name in (name for loop in over_steps for name in carried(loop, wanted)):
+        if LOCAL not in name:
+            yield name, places[-1]
+        elif inner:
+            yield _MARK.sub("", name), places[inner[0]]
+    calls = [each for node in wanted for each in ast.walk(node) if isinstance(each, CallWithBody)]
+    if inner and any(map(_loops_over_steps, calls)):
+        yield from _returned_sums(places[: inner[0] + 1])
+
+
+def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield the variables that the loop over steps carries, and on which the result of its function depends.
+
+    Here calls of methods of local objects have bodies (``meter.update(loss)``). For its caller they have none.
+    """
+    function = with_bodies(places[-1], _inside_scope(*places[-1])[:1], places[:-1])[0]
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
+    wanted = expressions_behind(function, returned)
+    for loop in _loops_over_steps(function):
+        yield from ((name, places[-1]) for name in carried(loop, wanted) if LOCAL not in name)
+
+
+def _loops_over_steps(tree: ast.AST) -> list[ast.For]:
+    """Return the loops over ``s.steps(...)``, also with a progress bar around it that has a name."""
+    bars: set[str] = set()
+    for assignment, _ in assigned(tree):
+        value = assigned_value(assignment)
+        if value is not None and not isinstance(assignment, ast.For) and _has_steps(value):
+            bars |= written(targets(assignment))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    return [loop for loop in loops if _has_steps(loop.iter) or not bars.isdisjoint(names_in([loop.iter]))]
+
+
+def _has_steps(value: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr == "steps" for each in ast.walk(value))
 
 
 def _drawn(block: ast.AST) -> Iterator[str]:

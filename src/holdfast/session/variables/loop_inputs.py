@@ -65,7 +65,7 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
         if found:
             names = [name for name in inputs(loops[0], found) if LOCAL not in name]
             inside, every = (
-                [name for name in names if _is_set(name, places[depth:], _Search(place, turns))]
+                [name for name in names if _is_set(name, places[depth:], _InputSearch(place, turns))]
                 for turns in (True, False)
             )
             return tuple(
@@ -74,7 +74,7 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
     return ()
 
 
-class _Search(NamedTuple):
+class _InputSearch(NamedTuple):
     """A search for code that sets variables and runs again.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Search(NamedTuple):
     turns: bool
 
 
-def _is_set(name: str, places: Places, search: _Search) -> bool:
+def _is_set(name: str, places: Places, search: _InputSearch) -> bool:
     """Return whether code that runs again may set the variable ``name`` of the function at the first of ``places``.
 
     Args:
@@ -116,13 +116,13 @@ def _is_set(name: str, places: Places, search: _Search) -> bool:
 
 
 @cache
-def _attributes_set(places: Places, search: _Search) -> frozenset[str]:
+def _attributes_set(places: Places, search: _InputSearch) -> frozenset[str]:
     """Return the last names of attributes that the region of the first of ``places`` assigns, also in functions."""
     names = written([module_with_bodies(places[0], list(_region(places, search)))])
     return frozenset(name.rpartition(".")[2] for name in names if "." in name)
 
 
-def _region(places: Places, search: _Search) -> Iterator[ast.AST]:
+def _region(places: Places, search: _InputSearch) -> Iterator[ast.AST]:
     """Yield the nodes of the function at the first of ``places`` that run again, without the loop over over steps."""
     place, *outside = places
     scope, loops = scope_of(*place), loops_around(*place)

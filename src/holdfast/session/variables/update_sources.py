@@ -109,7 +109,8 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
     """Return the nodes from which one statement or call sets a rate, computes gradients, or moves weights or state.
 
     A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
-    a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore.
+    a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore, or
+    of the method ``step`` of a schedule of torch.
     An average of weights is moved by a product in place of what is no number. Other changes in place count for the
     names of ``tensors``. An optimizer of the script moves weights by anything in its ``step``. An attribute of a
     library's module is a setting of the loss (``dropout.p``).
@@ -141,10 +142,18 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
         ) if is_of_library(value_now(chain(target.value))):
             return [target, node.value]
         case ast.Expr(value=ast.Call(func=ast.Name() | ast.Attribute() as called) as call) if (
-            _SETS_RATES.search(dotted(called))
+            _SETS_RATES.search(dotted(called)) or _is_schedule(called)
         ):
             return [*call.args, *(keyword.value for keyword in call.keywords)]
     return []
+
+
+def _is_schedule(called: ast.expr) -> bool:
+    """Return whether a method belongs to a schedule of torch, which may have any name."""
+    match called:
+        case ast.Attribute(attr="step", value=owner):
+            return type(value_now(chain(owner))).__module__ == "torch.optim.lr_scheduler"
+    return False
 
 
 def _is_number(name: str) -> bool:

@@ -77,7 +77,8 @@ HINT_OF_ANY = (
 )
 HINT = (
     "keep what decides about an update in session(state={...}) (a dict that the code changes after "
-    "`if step.committed:`), or compute it from step.number"
+    "`if step.committed:`), by s.attach(NAME, object) if it is of one rank (a sum of losses), or compute it from "
+    "step.number"
 )
 
 

@@ -6,14 +6,17 @@ Theory. An optimizer changes weights after the vote, or in a tentative update th
 changes an average of the weights, at any point of the block. A block that runs again, or a rehearsal, would change the
 average once too often. So the average is copied at the start of a block, like a buffer. Copies of all frozen weights
 would cost too much. So a tensor is copied if it has the shape and dtype of a trained weight, as an average has, or if
-it is small. A tensor that did not change before the votes of several blocks is no longer copied. If torch's count of
-writes or the address of such a tensor changes later, it is copied from the next block on.
+it is small. Other tensors are copied while the memory of invariant 1 suffices: a momentum encoder also averages layers
+that are frozen in the trained network, so no trained weight has their shape. Frozen layers of the trained network come
+last. A tensor that did not change before the votes of several blocks is no longer copied. If torch's count of writes or
+the address of such a tensor changes later, it is copied from the next block on.
 A block may also replace a tensor of a module by another tensor: ``self.center = 0.9 * self.center + ...``. So the dict
 and the key that hold each tensor are recorded, and after an aborted block the first tensor is put back under this key.
 
 Invariants:
 1. The copies take at most twice the memory of the trained weights, plus the memory of tensors known to change.
-2. A tensor that was written before a vote and was not copied is reported when its block is put back.
+2. A tensor that was written before a vote and was not copied is reported when its block is put back, and the check of
+   a block refuses it.
 3. After a block was put back, every module of the user's state holds the same tensors as before the block.
 """
 
@@ -77,7 +80,7 @@ class UntrainedWeights:
         self._kept: list[_Held] = []  # tensors copied for this block
         # Address and write count of the other tensors at the start of the block.
         self._marks: list[tuple[_Held, Mark]] = []
-        self._told = False
+        self._lost: Counter[tuple[str, str]] = Counter()  # by path: changes that were not put back
 
     def take(self) -> None:
         """Copy or mark each untrained tensor at the start of a block."""
@@ -86,25 +89,40 @@ class UntrainedWeights:
         others = list(self._untrained(trained))
         if not others:
             return
-        allowed = Counter(
-            {form: ALLOWED * n for form, n in Counter(_form(p) for p in self._trained(trained)).items()}
-        )
+        weights = self._trained(trained)
+        allowed = Counter({form: ALLOWED * n for form, n in Counter(map(_form, weights.values())).items()})
+        room = ALLOWED * sum(map(_size, weights.values()))
         copied: set[int] = set()  # a tensor that several modules share is copied once
+        rest: list[_Held] = []
         for held in others:
             form = _form(held.tensor)
             fits = allowed[form] > 0 or held.tensor.numel() <= SMALL_NUMEL or id(held.tensor) in copied
             if held.path in self._moves or (fits and self._stood[held.path] < STILL_BLOCKS):
                 allowed[form] -= id(held.tensor) not in copied
-                copied.add(id(held.tensor))
-                self._undo.keep(held.tensor)
-                self._kept.append(held)
+                room -= self._copy(held, copied)
+            else:
+                rest.append(held)
+        beside = {name.partition(".")[0] for name in weights}
+        for held in sorted(
+            rest, key=lambda held: held.path[0] == "" and held.path[1].partition(".")[0] in beside
+        ):
+            watched = self._stood[held.path] < STILL_BLOCKS and _may_be_average(held.tensor)
+            if watched and _size(held.tensor) <= room:
+                room -= self._copy(held, copied)
             else:
                 self._marks.append((held, Mark(held.tensor)))
 
-    def _trained(self, trained: set[int]) -> Iterator[torch.Tensor]:
-        for parameter in self._state.names.parameters.values():
-            if id(parameter) in trained:
-                yield parameter
+    def _copy(self, held: _Held, copied: set[int]) -> int:
+        """Copy a tensor, unless its ``id`` is in ``copied``. Return the size of the new copy in bytes."""
+        self._kept.append(held)
+        if id(held.tensor) in copied:
+            return 0
+        copied.add(id(held.tensor))
+        self._undo.keep(held.tensor)
+        return _size(held.tensor)
+
+    def _trained(self, trained: set[int]) -> dict[str, torch.Tensor]:
+        return {name: p for name, p in self._state.names.parameters.items() if id(p) in trained}
 
     def _untrained(self, trained: set[int]) -> Iterator[_Held]:
         parameters = self._state.names.parameters
@@ -153,14 +171,18 @@ class UntrainedWeights:
             if not mark.fits(held.tensor) and id(held.tensor) not in copied
         ]
         self._moves |= set(changed)
-        if changed and not self._told:
-            self._told = True
+        if changed and not self._lost:
             log.warning(
                 "holdfast: %s was changed before the vote of a block, for the first time, and stays so although the "
                 "block is tried again (%d such): change averaged weights after optimizer.step()",
                 ".".join(filter(None, changed[0])),
                 len(changed),
             )
+        self._lost.update(changed)
+
+    def lost(self) -> dict[str, int]:
+        """Return by name the number of changes of each tensor that were not put back."""
+        return {".".join(filter(None, path)): count for path, count in self._lost.items()}
 
     def modules(self) -> dict[str, Any]:
         """Return the state dicts of those user modules that have copies, as they were at the start of the block."""
@@ -183,3 +205,14 @@ class UntrainedWeights:
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Return the bytes of the elements that this rank holds."""
+    here = local_of(tensor)
+    return here.numel() * here.element_size()
+
+
+def _may_be_average(tensor: torch.Tensor) -> bool:
+    """Return False for quantized weights and tensors of a library's own classes."""
+    return tensor.is_floating_point() and type(local_of(tensor)) is torch.Tensor

@@ -158,7 +158,7 @@ def _entries(value: Any) -> list[tuple[object, Any]] | None:
     if kind.__len__(value) > LONG and not _is(next(iter(values)), *_ARRAYS):
         return []
     if kind is dict:
-        return [(key if _is(key, str, int) else "...", item) for key, item in dict.items(value)]
+        return [(key if _is(key, str, int, float) else "...", item) for key, item in dict.items(value)]
     return list(enumerate(kind.__iter__(value)))
 
 

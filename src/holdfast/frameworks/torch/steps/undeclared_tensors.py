@@ -139,9 +139,12 @@ class UndeclaredTensors:
 
 
 def _slot(place: Place, renewed: Set[str]) -> _Slot:
-    """Return what identifies a place: container and key, or the path in a container that each step replaces."""
-    if place.path.rpartition("[")[0] in renewed:
-        return _BY_PATH, place.path
+    """Return what identifies a place: container and key, or the path in containers that each step replaces."""
+    outer = place.path
+    while outer.endswith("]"):
+        outer = outer.rpartition("[")[0]
+        if outer in renewed:
+            return _BY_PATH, place.path
     return id(place.container), place.key
 
 
