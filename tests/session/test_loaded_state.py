@@ -42,6 +42,7 @@ class Job:
         self.kept: dict[str, Any] = {"target": torch.zeros(2)}
         self.target: Any = torch.zeros(2)
         self.center = torch.zeros(2)
+        self.begun = 0
         self.folder, self.way = folder, way
 
     def train(self, stop: int = -1, verify: int = 500, *, outside: bool = False) -> dict[str, torch.Tensor]:
@@ -96,7 +97,9 @@ class Job:
     def wanted(self, x: torch.Tensor) -> Any:
         """Return the values that the loss compares with the prediction."""
         return (
-            self.target(x).detach() + 1 if isinstance(self.target, nn.Module) else self.target + self.center
+            self.target(x).detach() + 1
+            if isinstance(self.target, nn.Module)
+            else self.target + self.center + 0 * self.begun
         )
 
 
@@ -153,6 +156,22 @@ def test_a_variable_that_is_computed_before_all_epochs_is_refused_in_any_epoch(
         StepError, match=f"step {stop}: the updates depend on self.center, which the code before"
     ):
         Job(tmp_path, "center").train()
+
+
+def test_a_number_of_the_script_that_another_process_had_otherwise_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The script adds the step of a checkpoint of its own to the number of the step (improved-diffusion)."""
+    with pytest.raises(Stopped):
+        Job(tmp_path, "").train(PER_EPOCH + 1)
+    for begun in (0, 5):
+        job = Job(tmp_path, "")
+        job.begun = begun
+        with pytest.raises(Stopped):
+            job.train(2 * PER_EPOCH + begun // 5)
+        said = "the updates depend on self.begun = 5, until now on self.begun = 0 (test_loaded_state.py:"
+        assert (said in caplog.text) == (begun == 5), caplog.text
+        assert ("until now" in caplog.text) == (begun == 5), caplog.text
 
 
 def test_an_epoch_is_new_until_its_first_step_has_ended(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.session.variables.loop_inputs import all_places, loop_inputs
+from holdfast.session.variables.loop_inputs import InputOrigin, all_places, loop_inputs
 
 
 class Recorder:
@@ -17,6 +17,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.settings: list[str] = []
 
     def session(self) -> AbstractContextManager[Recorder]:
         return nullcontext(self)
@@ -26,7 +27,9 @@ class Recorder:
 
     def steps(self) -> Iterator[int]:
         found = loop_inputs(all_places())
-        self.found = [each.variable.name + ("" if each.of_turn else " outside") for each in found]
+        kinds = {InputOrigin.EPOCH: "", InputOrigin.SESSION: " outside"}
+        self.found = [each.variable.name + kinds[each.origin] for each in found if each.origin in kinds]
+        self.settings = [each.variable.name for each in found if each.origin is InputOrigin.SETTING]
         yield 0
 
 
@@ -134,6 +137,14 @@ SCRIPTS = {
 }  # fmt: skip
 
 
+SETTINGS = {
+    "a setting",
+    "an argument by name",
+    "an argument that is a setting",
+    "in the function of the loop",
+}
+
+
 class Model:
     """A model whose calls give something with ``backward()``."""
 
@@ -157,3 +168,4 @@ def test_variables_that_code_before_the_loop_sets_and_updates_use(tmp_path: Path
     }
     exec(compile(text, str(file), "exec"), variables)
     assert recorder.found == names
+    assert ("target" in recorder.settings) == (name in SETTINGS)

@@ -75,7 +75,7 @@ class EqualUpdates:
         searches: bool,
     ) -> None:
         self.variables = UpdateVariables(source, on=searches, warns=rank == 0)
-        self.inputs = InputValues(source if searches else None, self.variables)
+        self.inputs = InputValues(source if searches else None, self.variables, warns=rank == 0)
         self._rank = rank
         self._source = source
         self._client = client

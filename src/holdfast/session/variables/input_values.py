@@ -5,6 +5,10 @@ A process that continues in the loop has run the code before the loop again, and
 the loop. If the job is at the end of an epoch, only the inputs are compared that no epoch sets. Ranks may have
 different inputs (the assignments of their own samples), so each rank is compared with itself.
 
+A setting may be another one on purpose. It may also be a step that the script takes from a checkpoint of its own, to
+which the session's number is then added a second time. So a number among the settings that differs is named in a
+warning.
+
 Invariant: all steps of a loop are made with the same inputs.
 """
 
@@ -12,19 +16,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import values_of
-from holdfast.session.variables.deciding_variables import VARIABLES_MAX, described
-from holdfast.session.variables.loop_inputs import LoopInput, all_places, loop_inputs
+from holdfast.runtime.worker.script_frames import owners_of, values_of
+from holdfast.session.variables.called_bodies import instance_of
+from holdfast.session.variables.deciding_variables import VARIABLES_MAX, PlacedVariable, described
+from holdfast.session.variables.loop_inputs import InputOrigin, LoopInput, all_places, loop_inputs
 from holdfast.session.variables.update_variables import UpdateVariables
 
 log = logging.getLogger("holdfast")
 
 KEY = "loop_inputs"
 """Key of the rank-local values for the digests of the inputs, by name."""
+SETTINGS_KEY = "loop_settings"
+"""Key of the rank-local values for the numbers among the settings, by name."""
+SETTINGS_MAX = 100
 
 
 class InputValues:
@@ -33,23 +42,28 @@ class InputValues:
     Args:
         source: the adapter; None: it cannot digest values, or nothing is checked.
         variables: the check of other variables, which knows the state of the session.
+        warns: this rank warns of settings.
     """
 
-    def __init__(self, source: DescribesUpdates | None, variables: UpdateVariables) -> None:
+    def __init__(self, source: DescribesUpdates | None, variables: UpdateVariables, *, warns: bool) -> None:
         self._source = source
+        self._warns = warns
         self._variables = variables
         self._searched: dict[tuple[str, int], tuple[LoopInput, ...]] = {}  # by the line of the loop
         self._digests: dict[str, int] = {}  # of the open loop
         self._outside: set[str] = set()  # the names in it that no epoch sets
+        self._settings: dict[str, bool | int | float] = {}
         self._continues = False  # no loop has begun since the state was loaded
 
     def stand_at(self, local: Mapping[str, Any]) -> None:
         """Take over the digests from the rank-local values of the loaded state."""
-        self._digests, self._continues = dict(local.get(KEY, {})), True
+        self._digests, self._settings = dict(local.get(KEY, {})), dict(local.get(SETTINGS_KEY, {}))
+        self._continues = True
 
     def of_rank(self) -> dict[str, Any]:
         """Return the rank-local values of the open loop; empty: it has no inputs."""
-        return {KEY: dict(self._digests)} if self._digests else {}
+        values: dict[str, dict[str, Any]] = {KEY: self._digests, SETTINGS_KEY: self._settings}
+        return {key: dict(found) for key, found in values.items() if found}
 
     def enters_loop(self, step: int, *, again: bool, follows: bool) -> None:
         """Take digests of the inputs of the loop that the script begins now.
@@ -62,10 +76,12 @@ class InputValues:
         Raises:
             StepError: an input has another value than before this process.
         """
-        before, self._digests = self._digests, self._now()
+        before, settings = self._digests, self._settings
+        self._read()
         continues, self._continues = self._continues, False
         if not continues or not (again or follows):
             return
+        self._compare_settings(settings)
         comparable = self._digests.keys() if again else self._outside
         changed = [
             name for name in comparable if before.get(name, self._digests[name]) != self._digests[name]
@@ -82,13 +98,28 @@ class InputValues:
         if again:
             self._digests = {**before, **self._digests}
 
-    def _now(self) -> dict[str, int]:
+    def _compare_settings(self, before: Mapping[str, bool | int | float]) -> None:
+        """Warn of numbers among the settings that were others ``before``."""
+        here = self._settings
+        changed = [name for name, value in here.items() if before.get(name, value) != value]
+        if changed and self._warns:
+            log.warning(
+                "holdfast: the updates depend on %s, until now on %s (%s). The session continues with the number of "
+                "the step: a number that the script takes from a checkpoint of its own would count it twice",
+                ", ".join(f"{name} = {here[name]!r}" for name in changed[:VARIABLES_MAX]),
+                ", ".join(f"{name} = {before[name]!r}" for name in changed[:VARIABLES_MAX]),
+                described(all_places()[:1]),
+            )
+
+    def _read(self) -> None:
+        """Read the inputs and settings of the loop that begins."""
+        self._digests, self._settings, self._outside = {}, {}, set()
         source = self._source
         if source is None:
-            return {}
+            return
         try:
-            found = self._inputs()
-            variables = self._variables.without_state(each.variable for each in found)
+            found = {each.variable: each.origin for each in self._inputs()}
+            variables = self._variables.without_state(found)
         except Exception as error:  # a defect of the search must not end a training, nor be hidden
             log.warning(
                 "holdfast: variables that the code before the loop sets are not searched, so one that a new process "
@@ -97,12 +128,21 @@ class InputValues:
                 error,
                 exc_info=True,
             )
-            return {}
-        values = ((each.name, values_of([each.name], each.place).get(each.name)) for each in variables)
-        digests = ((name, source.digest_of(value)) for name, value in values)
-        known = {name: digest for name, digest in digests if digest is not None}
-        self._outside = {each.variable.name for each in found if not each.of_turn} & known.keys()
-        return known
+            return
+        for each in variables:
+            value = values_of([each.name], each.place).get(each.name)
+            if found[each] is InputOrigin.SETTING:
+                if (
+                    type(value) in (bool, int, float)
+                    and len(self._settings) < SETTINGS_MAX
+                    and _is_stored(each)
+                ):
+                    self._settings[each.name] = cast("bool | int | float", value)
+                continue
+            if (digest := source.digest_of(value)) is not None:
+                self._digests[each.name] = digest
+                if found[each] is InputOrigin.SESSION:
+                    self._outside.add(each.name)
 
     def _inputs(self) -> tuple[LoopInput, ...]:
         places = all_places()
@@ -111,3 +151,13 @@ class InputValues:
         if places[0] not in self._searched:
             self._searched[places[0]] = loop_inputs(places)
         return self._searched[places[0]]
+
+
+def _is_stored(variable: PlacedVariable) -> bool:
+    """Return whether a variable has its value itself, and no code computes it (a property), nor a library has it."""
+    *_, owner = ("", *owners_of(variable.name))
+    if not owner:
+        return True
+    holder = values_of([owner], variable.place).get(owner)
+    stored = not isinstance(holder, ModuleType) and variable.name.rpartition(".")[2] in instance_of(holder)
+    return isinstance(holder, dict) or stored

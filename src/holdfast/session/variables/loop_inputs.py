@@ -5,10 +5,10 @@ process that continues the job. There they have the weights of the newest step, 
 So a variable that they compute from weights (the assignments of a clustering, a copy of the model) gets another value,
 on all ranks alike if all ranks have started again.
 
-The search takes the names on which the updates in the loop depend, and which the loop does not write. It keeps those
-that may be set again: the function around the loop assigns them after the begin of the session, or a caller passes such
-a variable, or one that it computes in the call. An attribute counts if an attribute of this name is assigned there.
-Settings, which the script reads before the session, are left out: a job may continue with other ones.
+The search takes the names on which the updates in the loop depend, and which the loop does not write. They may be set
+again if the function around the loop assigns them after the begin of the session, or a caller passes such a variable,
+or one that it computes in the call. An attribute counts if an attribute of this name is assigned there. The others are
+settings, which the script reads before the session. A job may continue with other ones.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from enum import Enum
 from functools import cache
 from typing import NamedTuple, cast
 
@@ -41,16 +42,19 @@ def all_places() -> Places:
     return tuple(place for place in places if of_script(place[0]))
 
 
-class LoopInput(NamedTuple):
-    """An input of a loop over steps.
+class InputOrigin(Enum):
+    """The code that sets an input of a loop."""
 
-    Attributes:
-        variable: the variable.
-        of_turn: code inside of the loops around it may set it (at the begin of an epoch).
-    """
+    EPOCH = "epoch"  # code inside of the loops around the loop over steps
+    SESSION = "session"  # other code after the begin of the session
+    SETTING = "setting"  # code before the session
+
+
+class LoopInput(NamedTuple):
+    """An input of a loop over steps."""
 
     variable: PlacedVariable
-    of_turn: bool
+    origin: InputOrigin
 
 
 def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
@@ -63,15 +67,26 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
         loops = with_bodies(place, loops_around(*place)[-1:], places[:depth])
         found = sources(loops[0], frozenset()) if loops else []
         if found:
+            inside = _inside_session(places[depth:])
             names = [name for name in inputs(loops[0], found) if LOCAL not in name]
-            inside, every = (
-                [name for name in names if _is_set(name, places[depth:], _InputSearch(place, turns))]
-                for turns in (True, False)
-            )
             return tuple(
-                LoopInput(PlacedVariable(name, place, partly=False), name in inside) for name in every
+                LoopInput(PlacedVariable(name, place, partly=False), _origin(name, inside)) for name in names
             )
     return ()
+
+
+def _inside_session(places: Places) -> Places:
+    """Return ``places`` up to the function that begins the session; all of them if none is known to begin it."""
+    begins = (depth for depth, place in enumerate(places) if _begin_of_session(scope_of(*place), place[1]))
+    return places[: next(begins, len(places)) + 1]
+
+
+def _origin(name: str, places: Places) -> InputOrigin:
+    """Return the code that sets ``name``, a variable of the function with the loop at the first of ``places``."""
+    if _is_set(name, places, _InputSearch(places[0], turns=True)):
+        return InputOrigin.EPOCH
+    after = _is_set(name, places, _InputSearch(places[0], turns=False))
+    return InputOrigin.SESSION if after else InputOrigin.SETTING
 
 
 class _InputSearch(NamedTuple):
