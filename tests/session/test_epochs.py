@@ -63,8 +63,6 @@ def test_a_scheduler_steps_once_after_each_epoch(
     [
         ("stepping", "1:6:changed", ()),
         pytest.param("before", "0:6:changed", (), marks=pytest.mark.more),
-        # a newcomer would get the schedule after the change, and advance it again
-        pytest.param("apart", "0:6:changed", (), marks=pytest.mark.more),
         pytest.param("before", "1:6", ("--on-fault", "restart"), marks=pytest.mark.more),  # in the next block
     ],
 )
@@ -74,6 +72,14 @@ def test_a_schedule_that_went_on_before_all_start_again_goes_on_once(
     told, output = ends(tmp_path / "job", *flags, JOB, way, kill)
     assert told == calm(way), output
     assert "restart last gasp" in output and "1 fault," in output, output
+
+
+@pytest.mark.more
+def test_a_newcomer_gets_the_schedule_from_before_the_code_that_moves_it(tmp_path: Path, calm: Calm) -> None:
+    """The newcomer runs this code. With the schedule from after it, it would move the schedule again."""
+    told, output = ends(tmp_path / "job", JOB, "apart", "0:6:changed")
+    assert told == calm("apart"), output
+    assert "F001: replace" in output and "1 fault," in output, output
 
 
 @pytest.mark.more
