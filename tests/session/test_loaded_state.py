@@ -14,7 +14,8 @@ from torch import nn
 import holdfast
 from holdfast.errors import StepError
 from holdfast.frameworks.torch.state import content_digest
-from holdfast.frameworks.torch.state.content_digest import address_of, digest_of_content
+from holdfast.frameworks.torch.state.content_digest import digest_of_content
+from holdfast.frameworks.torch.state.tensor_memory import address_of
 
 pytestmark = pytest.mark.torch
 PER_EPOCH, EPOCHS = 4, 3
@@ -161,7 +162,7 @@ def test_a_variable_that_is_computed_before_all_epochs_is_refused_in_any_epoch(
 def test_a_number_of_the_script_that_another_process_had_otherwise_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The script adds the step of a checkpoint of its own to the number of the step (improved-diffusion)."""
+    """The rate depends on the number of the step plus the step of another checkpoint (improved-diffusion)."""
     with pytest.raises(Stopped):
         Job(tmp_path, "").train(PER_EPOCH + 1)
     for begun in (0, 5):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.session.variables.loop_inputs import InputOrigin, all_places, loop_inputs
+from holdfast.session.variables.deciding_variables import all_places
+from holdfast.session.variables.loop_inputs import InputOrigin, loop_inputs
 
 
 class Recorder:

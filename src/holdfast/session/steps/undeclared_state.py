@@ -26,6 +26,7 @@ from holdfast.errors import UsageError
 from holdfast.frameworks.common.optional_abilities import FindsUndeclaredState
 from holdfast.runtime.worker.script_frames import variables_of_script
 from holdfast.session.variables.deciding_variables import places_in_script, renewed_containers
+from holdfast.session.variables.search_defects import warns_of_defects
 
 log = logging.getLogger("holdfast")
 
@@ -115,16 +116,10 @@ class UndeclaredState:
 
 def _renewed() -> Set[str]:
     """Return the containers of the script that each step replaces by one that follows from it."""
-    try:
-        return renewed_containers(places_in_script())
-    except Exception as error:  # a defect of the search must not end a training, nor be hidden
-        log.warning(
-            "holdfast: averages in containers that each step replaces are not searched: please report %s: %s",
-            type(error).__name__,
-            error,
-            exc_info=True,
-        )
-        return frozenset()
+    found: Set[str] = frozenset()
+    with warns_of_defects("averages in containers that each step replaces are not searched"):
+        found = renewed_containers(places_in_script())
+    return found
 
 
 def number_of_look(since: int) -> int | None:

@@ -349,6 +349,25 @@ def _parsed(text: str) -> ast.Module:
         return ast.Module([], [])
 
 
+def parameters_of(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Return the parameters of a function that arguments without a name fill, in their order."""
+    return [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
+
+
+def arguments_of(call: ast.Call, parameters: Sequence[str]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield parameters of a function with their arguments in ``call``, as far as the call shows them.
+
+    Args:
+        call: the call.
+        parameters: the parameters that its arguments without a name fill.
+    """
+    for name, value in zip(parameters, call.args, strict=False):
+        if isinstance(value, ast.Starred):
+            break
+        yield name, value
+    yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
+
+
 class _Names(ast.NodeTransformer):
     """The transformer that gives the names in a function the meaning that they have for its caller.
 
@@ -364,10 +383,9 @@ class _Names(ast.NodeTransformer):
         self, definition: ast.FunctionDef, call: ast.Call, callee: _Callee, mark: str, file: str
     ) -> None:
         function, self._owner, _, given = callee
-        parameters = [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
+        parameters = parameters_of(definition)
         self._self = parameters.pop(0) if self._owner is not None and parameters else ""
         self._mark = mark
-        self._parameters = parameters[given:]
         stored = {
             node.id
             for node in ast.walk(definition)
@@ -383,17 +401,10 @@ class _Names(ast.NodeTransformer):
         self._function = function
         self._same_file = function.__code__.co_filename == file
         self._locals = {*arguments, *stored} - declared
-        self._given = dict(self._arguments(call))
+        self._given = dict(arguments_of(call, parameters[given:]))
         self._same = {
             name: value for name, value in self._given.items() if chain(value) and name not in stored
         }
-
-    def _arguments(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-        for name, value in zip(self._parameters, call.args, strict=False):
-            if isinstance(value, ast.Starred):
-                return
-            yield name, value
-        yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
 
     def bindings(self) -> Iterator[ast.stmt]:
         """Yield assignments of the arguments of the call to the parameters."""

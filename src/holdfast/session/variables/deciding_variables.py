@@ -70,16 +70,21 @@ class PlacedVariable(NamedTuple):
     partly: bool
 
 
+def all_places() -> Places:
+    """Return file and line of all stack frames of the script in this thread, the innermost first."""
+    frames = frames_outside((OURS, *LIBRARIES, "<"))  # "<frozen runpy>"
+    places = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
+    return tuple(place for place in places if of_script(place[0]))
+
+
 def places_in_script() -> Places:
     """Return file and line of the stack frames of this thread, the innermost first, up to the outermost in a loop.
 
     Frames of libraries are left out.
     """
-    frames = frames_outside((OURS, *LIBRARIES, "<"))  # "<frozen runpy>"
-    places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
-    found = [place for place in places if of_script(place[0])]
+    found = all_places()
     loops = [index for index, place in enumerate(found) if loops_around(*place)]
-    return tuple(found[: loops[-1] + 1] if loops else found[:1])
+    return found[: loops[-1] + 1] if loops else found[:1]
 
 
 def described(places: Places) -> str:

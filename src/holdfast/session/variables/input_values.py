@@ -23,8 +23,9 @@ from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_frames import owners_of, values_of
 from holdfast.session.variables.called_bodies import instance_of
-from holdfast.session.variables.deciding_variables import VARIABLES_MAX, PlacedVariable, described
-from holdfast.session.variables.loop_inputs import InputOrigin, LoopInput, all_places, loop_inputs
+from holdfast.session.variables.deciding_variables import VARIABLES_MAX, PlacedVariable, all_places, described
+from holdfast.session.variables.loop_inputs import InputOrigin, LoopInput, loop_inputs
+from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.update_variables import UpdateVariables
 
 log = logging.getLogger("holdfast")
@@ -63,7 +64,7 @@ class InputValues:
     def of_rank(self) -> dict[str, Any]:
         """Return the rank-local values of the open loop; empty: it has no inputs."""
         values: dict[str, dict[str, Any]] = {KEY: self._digests, SETTINGS_KEY: self._settings}
-        return {key: dict(found) for key, found in values.items() if found}
+        return {key: found for key, found in values.items() if found}
 
     def enters_loop(self, step: int, *, again: bool, follows: bool) -> None:
         """Take digests of the inputs of the loop that the script begins now.
@@ -117,18 +118,14 @@ class InputValues:
         source = self._source
         if source is None:
             return
-        try:
+        found: dict[PlacedVariable, InputOrigin] = {}
+        variables: list[PlacedVariable] = []
+        with warns_of_defects(
+            "variables that the code before the loop sets are not searched, so one that a new process computes from "
+            "other weights is not noticed"
+        ):
             found = {each.variable: each.origin for each in self._inputs()}
             variables = self._variables.without_state(found)
-        except Exception as error:  # a defect of the search must not end a training, nor be hidden
-            log.warning(
-                "holdfast: variables that the code before the loop sets are not searched, so one that a new process "
-                "computes from other weights is not noticed: please report %s: %s",
-                type(error).__name__,
-                error,
-                exc_info=True,
-            )
-            return
         for each in variables:
             value = values_of([each.name], each.place).get(each.name)
             if found[each] is InputOrigin.SETTING:

@@ -20,9 +20,15 @@ from enum import Enum
 from functools import cache
 from typing import NamedTuple, cast
 
-from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of
-from holdfast.session.variables.called_bodies import LOCAL, module_with_bodies, of_script, with_bodies
-from holdfast.session.variables.data_flow import Loop, inputs, names_in, written
+from holdfast.runtime.worker.script_frames import owners_of
+from holdfast.session.variables.called_bodies import (
+    LOCAL,
+    arguments_of,
+    module_with_bodies,
+    parameters_of,
+    with_bodies,
+)
+from holdfast.session.variables.data_flow import inputs, names_in, written
 from holdfast.session.variables.deciding_variables import (
     PlacedVariable,
     Places,
@@ -32,14 +38,6 @@ from holdfast.session.variables.deciding_variables import (
 from holdfast.session.variables.update_sources import dotted, sources
 
 _SESSION = re.compile(r"(^|\.)session$")
-_Position = tuple[int, int]
-
-
-def all_places() -> Places:
-    """Return file and line of all stack frames of the script in this thread, the innermost first."""
-    frames = frames_outside((OURS, *LIBRARIES, "<"))
-    places = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
-    return tuple(place for place in places if of_script(place[0]))
 
 
 class InputOrigin(Enum):
@@ -61,7 +59,8 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
     """Return the inputs of the loop over steps that the script begins now.
 
     Args:
-        places: the places of :func:`all_places`. The innermost one in a loop with updates is the begin of the loop.
+        places: the places of ``deciding_variables.all_places``. The innermost one in a loop with updates is the begin
+            of the loop.
     """
     for depth, place in enumerate(places):
         loops = with_bodies(place, loops_around(*place)[-1:], places[:depth])
@@ -114,20 +113,31 @@ def _is_set(name: str, places: Places, search: _InputSearch) -> bool:
         return True
     parts = (*owners, name)
     for depth, place in enumerate(places):
-        scope = scope_of(*place)
-        parameters = _parameters(scope)
-        if parts[0] not in {*parameters, *written([scope])}:
+        parameters = _parameters(place)
+        if parts[0] not in parameters | _names_in(place):
             continue  # a variable of the function around this one
-        if not written(_region(places[depth:], search)).isdisjoint(parts):
+        if not _names_set(places[depth:], search).isdisjoint(parts):
             return True
         outside = places[depth + 1 :]
-        argument = _argument(scope, parts[0], outside[0]) if parts[0] in parameters and outside else None
+        argument = _argument(place, parts[0], outside[0]) if parts[0] in parameters and outside else None
         if argument is None:
             return False
         return isinstance(argument, ast.Call) or any(
             _is_set(each, outside, search) for each in names_in([argument])
         )
     return False
+
+
+@cache
+def _names_in(place: tuple[str, int]) -> frozenset[str]:
+    """Return the names of the variables that the function of ``place`` writes."""
+    return frozenset(written([scope_of(*place)]))
+
+
+@cache
+def _names_set(places: Places, search: _InputSearch) -> frozenset[str]:
+    """Return the names of the variables that the region of the first of ``places`` writes."""
+    return frozenset(written(_region(places, search)))
 
 
 @cache
@@ -138,10 +148,10 @@ def _attributes_set(places: Places, search: _InputSearch) -> frozenset[str]:
 
 
 def _region(places: Places, search: _InputSearch) -> Iterator[ast.AST]:
-    """Yield the nodes of the function at the first of ``places`` that run again, without the loop over over steps."""
+    """Yield the nodes of the function at the first of ``places`` that run again, without the loop over steps."""
     place, *outside = places
     scope, loops = scope_of(*place), loops_around(*place)
-    loop = _position(loops[-1]) if place == search.steps else None
+    loop = loops[-1] if place == search.steps else None
     begin = _begin_of_session(scope, place[1])
     looped = any(loops_around(*each) for each in outside)
     if begin is not None and (looped or not search.turns):
@@ -160,44 +170,36 @@ def _begin_of_session(scope: ast.AST, line: int) -> int | None:
     return max((node.lineno for node in calls if _SESSION.search(dotted(node.func))), default=None)
 
 
-def _after(node: ast.AST, begin: int, loop: _Position | None) -> Iterator[ast.AST]:
-    """Yield the largest nodes in ``node`` after line ``begin`` that do not contain the loop at position ``loop``."""
+def _after(node: ast.AST, begin: int, loop: ast.AST | None) -> Iterator[ast.AST]:
+    """Yield the largest nodes in ``node`` after line ``begin`` that do not contain ``loop``."""
     for child in ast.iter_child_nodes(node):
-        here = _position(child)
-        if here == loop and isinstance(child, Loop):
+        if child is loop:
             continue
-        around = loop is not None and any(_position(each) == loop for each in ast.walk(child))
-        if here is not None and here[0] > begin and not around:
+        if getattr(child, "lineno", 0) > begin and all(each is not loop for each in ast.walk(child)):
             yield child
         else:
             yield from _after(child, begin, loop)
 
 
-def _position(node: ast.AST) -> _Position | None:
-    line: int | None = getattr(node, "lineno", None)
-    return None if line is None else (line, getattr(node, "col_offset", 0))
+def _parameters(place: tuple[str, int]) -> set[str]:
+    """Return the parameters of the function of ``place``."""
+    match scope_of(*place):
+        case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
+            return {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)}
+    return set()
 
 
-def _parameters(scope: ast.AST) -> list[str]:
+def _argument(place: tuple[str, int], parameter: str, caller: tuple[str, int]) -> ast.expr | None:
+    """Return the argument for a parameter of the function of ``place`` in its call at ``caller``; None: not known."""
+    scope = scope_of(*place)
     if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-        return []
-    arguments = scope.args
-    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-
-
-def _argument(scope: ast.AST, parameter: str, caller: tuple[str, int]) -> ast.expr | None:
-    """Return the argument for ``parameter`` in the call of the function ``scope`` at ``caller``; None: not known."""
+        return None
     for node in ast.walk(scope_of(*caller)):
         match node:
             case ast.Call(func=called) if node.lineno <= caller[1] <= (node.end_lineno or 0) and (
-                dotted(called).rpartition(".")[2] == getattr(scope, "name", "")
+                dotted(called).rpartition(".")[2] == scope.name
             ):
-                names = _parameters(scope)
-                names = names[isinstance(called, ast.Attribute) and names[:1] == ["self"] :]
-                for name, value in zip(names, node.args, strict=False):
-                    if isinstance(value, ast.Starred):
-                        break
-                    if name == parameter:
-                        return value
-                return next((each.value for each in node.keywords if each.arg == parameter), None)
+                names = parameters_of(scope)
+                is_method = isinstance(called, ast.Attribute) and names[:1] == ["self"]
+                return dict(arguments_of(node, names[is_method:])).get(parameter)
     return None

@@ -48,6 +48,7 @@ from holdfast.session.variables.deciding_variables import (
     stores,
 )
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
+from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.unassigned_variables import NotAssigned
 from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory, is_array
@@ -132,16 +133,11 @@ class UpdateVariables:
         if not self._on:
             return
         self._warns = self._warns and not joins
-        try:
+        with warns_of_defects(
+            "variables on which the updates depend are not searched, so one that a new process begins again is not "
+            "noticed"
+        ):
             self._search()
-        except Exception as error:  # a defect of the search must not end a training, nor be hidden
-            log.warning(
-                "holdfast: variables on which the updates depend are not searched, so one that a new process begins "
-                "again is not noticed: please report %s: %s",
-                type(error).__name__,
-                error,
-                exc_info=True,
-            )
 
     def _search(self) -> None:
         places = places_in_script()

@@ -12,6 +12,7 @@ import xxhash
 
 from holdfast.frameworks.torch.state.boxes import local_of
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
+from holdfast.frameworks.torch.state.tensor_memory import address_of
 
 T = TypeVar("T", torch.Tensor, np.ndarray[Any, Any])
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -32,7 +33,7 @@ def digest_of_content(value: object, left_out: Set[int] = frozenset()) -> int | 
     mapped into memory does not count.
 
     Args:
-        left_out: addresses of memory (:func:`address_of`). The numbers of tensors in this memory do not count.
+        left_out: addresses of memory (``tensor_memory.address_of``). The numbers of tensors there do not count.
     """
     total = xxhash.xxh3_64()
     try:
@@ -41,12 +42,6 @@ def digest_of_content(value: object, left_out: Set[int] = frozenset()) -> int | 
     except (_Unknown, RecursionError):
         return None
     return total.intdigest()
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of the memory of this rank's part of a tensor; 0: it has none."""
-    is_strided = tensor.layout == torch.strided
-    return local_of(tensor).untyped_storage().data_ptr() if is_strided else 0
 
 
 def _sample(value: T) -> T:

@@ -48,7 +48,6 @@ from holdfast.frameworks.torch.state.boxes import (
     refuse_undeclared,
     writes_of,
 )
-from holdfast.frameworks.torch.state.content_digest import address_of
 from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
 from holdfast.frameworks.torch.state.devices import await_devices, devices_of, named_errors
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
@@ -65,7 +64,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
 from holdfast.frameworks.torch.state.parameter_names import Models, names_of
 from holdfast.frameworks.torch.state.restore_in_place import put_into
 from holdfast.frameworks.torch.state.rng import Generator
-from holdfast.frameworks.torch.state.tensor_memory import share_memory
+from holdfast.frameworks.torch.state.tensor_memory import address_of, share_memory
 from holdfast.frameworks.torch.state.zero_redundancy import state_of
 from holdfast.store.format.json_values import encode_values
 from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, TensorMeta, check_tensor
@@ -354,17 +353,20 @@ class TorchState:
         return any(value is item for item in items)
 
     def _has_tensor(self, tensor: torch.Tensor) -> bool:
-        live = (*self.names.parameters.values(), *(slot.get() for slot in self.names.buffers))
         of_objects = (arrays_in(item.state_dict(), name) for name, item in self.objects().items())
         # A state dict has other tensor objects, which share the memory.
         others = (array for arrays in of_objects for _, array in arrays)
-        return any(share_memory(each, tensor) for each in chain(live, others))
+        return any(share_memory(each, tensor) for each in chain(self._live(), others))
+
+    def _live(self) -> Iterator[torch.Tensor | None]:
+        """Yield the parameters and buffers; None for a buffer that is not there now."""
+        yield from self.names.parameters.values()
+        yield from (slot.get() for slot in self.names.buffers)
 
     def addresses(self) -> set[int]:
         """Return the addresses of the memory of parameters, buffers and the user's own tensors."""
-        live = (*self.names.parameters.values(), *(slot.get() for slot in self.names.buffers))
         own = (array for _, array in arrays_in(self.plain_extras(), "state"))
-        tensors = (each for each in (*live, *own) if isinstance(each, torch.Tensor))
+        tensors = (each for each in chain(self._live(), own) if isinstance(each, torch.Tensor))
         return {address_of(tensor) for tensor in tensors} - {0}
 
     def trained(self) -> set[int]:

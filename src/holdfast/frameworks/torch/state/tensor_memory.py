@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from holdfast.frameworks.torch.state.boxes import local_of
+
 
 def content_of(value: object, size_bytes_max: int) -> bytes | None:
     """Return the content of a plain tensor on the CPU.
@@ -27,6 +29,12 @@ def content_of(value: object, size_bytes_max: int) -> bytes | None:
     if value.nbytes > size_bytes_max or not value.is_contiguous():
         return None
     return ctypes.string_at(value.data_ptr(), value.nbytes) if value.nbytes else b""
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory of this rank's part of a tensor, which its views share; 0: it has none."""
+    is_strided = tensor.layout == torch.strided
+    return local_of(tensor).untyped_storage().data_ptr() if is_strided else 0
 
 
 def share_memory(item: Any, tensor: torch.Tensor) -> bool:

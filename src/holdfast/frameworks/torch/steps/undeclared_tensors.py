@@ -31,6 +31,7 @@ from holdfast.frameworks.torch.state.boxes import local_of
 from holdfast.frameworks.torch.state.optimizer_state import parameters_of
 from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
+from holdfast.frameworks.torch.state.tensor_memory import address_of
 from holdfast.frameworks.torch.steps.block_proof import digest_of_value
 from holdfast.frameworks.torch.steps.script_tensors import Place, places_in
 from holdfast.frameworks.torch.steps.undeclared_schedules import UndeclaredSchedules
@@ -209,7 +210,7 @@ def _memory(value: Any) -> int:
     """Return the address of the memory that a tensor or array shares with its views."""
     if isinstance(value, np.ndarray):
         return value.ctypes.data
-    return local_of(value).untyped_storage().data_ptr()
+    return address_of(value)
 
 
 def _sample(value: Any) -> int:
