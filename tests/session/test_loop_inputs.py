@@ -26,7 +26,7 @@ class Recorder:
     def epochs(self, count: int) -> Iterator[int]:
         yield from range(count)
 
-    def steps(self) -> Iterator[int]:
+    def steps(self, until: int = 0) -> Iterator[int]:
         found = loop_inputs(all_places())
         kinds = {InputOrigin.EPOCH: "", InputOrigin.SESSION: " outside"}
         self.found = [each.variable.name + kinds[each.origin] for each in found if each.origin in kinds]
@@ -97,6 +97,10 @@ SCRIPTS = {
         ["target outside"],
     ),
     "a setting": ("target = 1\n" + EPOCHS + "        pass" + USED, []),
+    "the end of the loop": (
+        "target = 9\n" + EPOCHS + "        pass" + BLOCK.format("step").replace("steps()", "steps(until=target)"),
+        [],
+    ),
     "a setting in an object": (
         "args = type('', (), {'target': 1})\n" + EPOCHS + "        shown = 1" + BLOCK.format("args.target"),
         [],

@@ -66,6 +66,9 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
         loops = with_bodies(place, loops_around(*place)[-1:], places[:depth])
         found = sources(loops[0], frozenset()) if loops else []
         if found:
+            if isinstance(loops[0], ast.For):
+                # A job may continue to another end, s.steps(until=N). The loader is compared by its batches.
+                loops[0].iter = ast.Constant(None)
             inside = _inside_session(places[depth:])
             names = [name for name in inputs(loops[0], found) if LOCAL not in name]
             return tuple(
