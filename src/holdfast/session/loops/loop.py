@@ -649,7 +649,7 @@ class Loops:
         if self._batches.spoiled(self._part):
             self._draw_again()
         step.batch = self._batches.give(self._part)
-        step.repeats = not self._batches.opaque(self._part)
+        step.uncopied = self._batches.uncopied(self._part)
         step.batches = len(step.batch) if isinstance(self._feed, AccumulatingFeed) else None
         if self._feed is not None:
             step.epoch, step.last_in_epoch = self._feed.epoch, self._feed.last_in_epoch

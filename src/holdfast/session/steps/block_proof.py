@@ -103,7 +103,7 @@ class Prover:
         self._variables: dict[int, _Variables] = {}  # at the start of each run, by its index
         # Counts of the script that have grown in a check: its step, and their values at the start of its second run.
         self._grown: tuple[int, Mapping[str, int | str]] = (-1, {})
-        self._told: set[str] = set()  # variables that count runs
+        self._told: set[str] = set()  # variables that count runs, and classes that cannot be copied
         # The exception of a second run after a first one without: its step and class.
         self._second: tuple[int, type[BaseException]] | None = None
 
@@ -224,9 +224,10 @@ class Prover:
             return None
         if self._step != step.number:
             self._step, self._proofs, self._variables = step.number, [], {}
-        if not step.repeats:
-            return None
         due = self._first or step.number % self._every == self._every - 1
+        if due and step.uncopied:
+            self._tell_uncopied(step)
+            return None
         return self._adapter if due else None
 
     def _add(self, step: Step, adapter: ProvesBlocks, proof: Proof | None) -> None:
@@ -242,6 +243,18 @@ class Prover:
 
     def _passed(self, step: Step) -> None:
         self._checked, self._first = step.number, False
+
+    def _tell_uncopied(self, step: Step) -> None:
+        """Warn once of a batch that cannot be given to a second run of its block, so that the block is not checked."""
+        if step.uncopied in self._told:
+            return
+        self._told.add(step.uncopied)
+        log.warning(
+            "holdfast: step %d: the block is not checked: its batch holds an object of class %s, which cannot be "
+            "copied for another run; give it as a dict, a dataclass or tensors, or write session(verify_block=0)",
+            step.number,
+            step.uncopied,
+        )
 
     def _tell_counters(self) -> None:
         """Warn of variables and generators that advance with each run: code after the update may use them.

@@ -149,7 +149,7 @@ class Recomputation:
         return True
 
     def _begin(self, step: Step, others: ForeignBlocks, offset: int) -> bool:
-        if self._muted or not step.repeats:
+        if self._muted or step.uncopied:
             return False
         copy = owner_of(others.copy, offset, others.numbers)
         batch = step.batch

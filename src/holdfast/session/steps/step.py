@@ -172,7 +172,7 @@ class Step:
             None  # write count of the weights before an optimizer without gradients steps; None: there is a gradient
         )
         self.idle = False  # the rehearsal ended without a backward pass and an optimizer.step()
-        self.repeats = True  # the batch can be handed out again at once
+        self.uncopied = ""  # the class of an object in the batch that cannot be copied for another run
         self.rehearsal = rehearsal
         self.prepares = rehearsal  # this run is a rehearsal and no check run
         self.scrap = scrap  # a rehearsal with the update, of a state that will be replaced
