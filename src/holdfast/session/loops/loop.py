@@ -287,7 +287,7 @@ class Loops:
             self.local = blocks.inputs.of_rank()
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
-            self._began = (self.place["at"], {"loader": feed.local_state()})
+            self._began = (self.place["at"], {**blocks.inputs.of_rank(), "loader": feed.local_state()})
             self._allow_rewind()
         self._adapter.remember(self._rank.step)  # this place includes what the code since the last loop did
         end, begun_at = self._bound[1], self._rank.step
