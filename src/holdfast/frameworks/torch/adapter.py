@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import parent_process
 from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -137,10 +138,12 @@ class TorchAdapter:
         self._ours = {id(p) for p in self.state.names.parameters.values()}
         self._buffers = {slot.fqn for slot in self.state.names.buffers}
         self.tentative = tentative(optimizers, self.rank)
-        self._foreign = {
-            id(local_part(o)): False for o in optimizers.values()
-        }  # id of an optimizer outside of the session -> True if it updates the model's weights; a local part (ZeRO)
-        # steps only inside a known optimizer
+        # Optimizers outside of the session: True for one that updates the model's weights. A local part (ZeRO) steps
+        # only inside a known optimizer. A new optimizer may have the ``id()`` of a deleted one.
+        self._foreign: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        for inner in map(local_part, optimizers.values()):
+            if inner is not None:
+                self._foreign[inner] = False
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
         self._backward_seen: set[int] = set()  # numbers of the modules whose backward pass has begun
@@ -337,12 +340,12 @@ class TorchAdapter:
         """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""
         if self._updating:  # an optimizer of the session, which has voted, calls this one
             return
-        ours = self._foreign.get(id(optimizer))
+        ours = self._foreign.get(optimizer)
         if ours is None:
             ours = any(id(p) in self._ours for p in parameters_of(optimizer))
             # One that leaves its updates to optimizers of the session changes nothing without their votes.
             ours = ours and not any(id(inner) in self._names for inner in held_by(optimizer).values())
-            self._foreign[id(optimizer)] = ours
+            self._foreign[optimizer] = ours
         if ours:
             raise StepError(
                 f"a {type(optimizer).__name__} that the session does not know updates the model's parameters",
