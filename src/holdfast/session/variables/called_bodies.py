@@ -28,7 +28,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 from holdfast.runtime.worker.script_frames import (
     LIBRARIES,
@@ -60,6 +60,8 @@ class CallWithBody(ast.Call):
     """
 
     _fields = (*ast.Call._fields, "body")
+    _field_types: ClassVar = {**getattr(ast.Call, "_field_types", {}), "body": list[ast.stmt]}
+    """From Python 3.13 on, a node has the type of each field here. Python 3.15 raises an error without it."""
 
     def __init__(self, call: ast.Call, body: list[ast.stmt], *, updates: bool) -> None:
         super().__init__(func=call.func, args=call.args, keywords=call.keywords)
