@@ -7,8 +7,9 @@ signal, and are restored when the session ends. If the script handles SIGUSR1, t
 because scripts print their stacks on SIGUSR1.
 
 A forked process (a worker of a data loader or pool) inherits the handlers and the descriptor. A signal to the forked
-process alone (``Process.terminate()``) ends that process and is no request to leave. Schedulers signal every process.
-If the parent receives the signal as well, the forked process continues, because the current step may need it.
+process alone (``Process.terminate()``) ends that process and is not a request to leave. Schedulers signal every
+process. If the parent receives the signal as well, the forked process continues, because the current step may need
+it.
 
 The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (modification time and content) is one
 request. Every checkpoint holds the version that was answered last, so a file that is left over does not stop the next
@@ -151,7 +152,10 @@ class ExitWatch:
                 os.close(fd)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Call the script's own handler of a signal. Without one, end a forked process that got the signal alone."""
+        """Call the script's own handler of a signal.
+
+        Without one, end this process if it is a forked one and the only receiver.
+        """
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)
@@ -221,7 +225,10 @@ class ExitWatch:
             self._asked(f"file {self._file}")
 
     def _asks(self, version: FileVersion) -> bool:
-        """Return whether ``version`` of the exit file asks to leave. Log a warning if the content is not JSON."""
+        """Return whether ``version`` of the exit file is a request to leave.
+
+        Log a warning if the content is not JSON.
+        """
         try:
             asked = json.loads(version.content)
         except (ValueError, RecursionError):

@@ -22,7 +22,7 @@ class RunContext(NamedTuple):
         saves_as: id of the run in the names of its checkpoints.
         age_s: seconds since the run began.
         verify_every: number of steps in which all copies of the state are compared once; 0: never.
-        memory_every: steps between two states in the memory tier; 0: none; AUTO: the tier decides.
+        memory_every: steps between two states in the memory tier; 0: no states are kept; AUTO: the tier decides.
         checkpoints: the default directory of checkpoints; None: there is none.
         shared: directory in shared memory that outlives this process; None: there is none.
         pull: function (rank, step) that fetches a state of the memory tier from another node, and returns False if no

@@ -373,7 +373,7 @@ class Session(ScriptLoops):
 
     @property
     def step(self) -> int:
-        """Number of committed updates. Inside a user's ``state_dict``, the number of the state that is being read."""
+        """Number of committed updates. Inside a user's ``state_dict``, the step whose state is being read."""
         self._asked()
         return self._rank.step if self._collecting is None else self._collecting
 
@@ -404,8 +404,9 @@ class Session(ScriptLoops):
         """True if the job has made no step in the open epoch or phase; outside of both: no step at all.
 
         The code between ``s.epochs(N)`` and ``s.steps(loader)`` also runs in a process that joins or resumes in the
-        middle of an epoch. Put it under this condition if it writes weights, or computes from them what the steps use.
-        Keep its results in ``state``. It runs again if a fault comes before the first step of the epoch has ended.
+        middle of an epoch. Put that code under this condition if it writes weights, or computes values for the steps
+        from the weights. Keep its results in ``state``. The code runs again if a fault comes before the end of the
+        first step of the epoch.
 
         Example:
             >>> for epoch in s.epochs(90):  # doctest: +SKIP
@@ -418,7 +419,7 @@ class Session(ScriptLoops):
         return self._rank.step == self._loops.walk.begun_at
 
     def _asked(self) -> None:
-        """In a spare, first wait until it is called. Raises: UsageError: the session is not entered."""
+        """Check that the session is entered. A spare first waits until it is called. Raises: UsageError."""
         self._require_entered()
         if not self._rehearsing:
             self._go_on_stage()
@@ -431,11 +432,12 @@ class Session(ScriptLoops):
 
     @property
     def own(self) -> Plain:
-        """Plain values of this rank alone, which its replacement and a resumed process get back; None: none.
+        """Plain values of this rank alone, which its replacement and a resumed process get back; None: not set.
 
         Values of the whole job belong into ``state``. Set ``own`` in the block of a step, before
-        ``optimizer.step()``: if the block is aborted, the earlier values are restored. A rank that is lost after its
-        update, and before it sets ``own``, leaves the values of the step before. The values may take at most 128 KiB.
+        ``optimizer.step()``: if the block is aborted, the earlier values are restored. If a rank is lost after its
+        update and before it sets ``own``, its replacement gets the values of the previous step. The values may take
+        at most 128 KiB.
 
         Example:
             >>> s.own = {"samples": s.own["samples"] + len(x) if s.own else len(x)}  # doctest: +SKIP
@@ -449,7 +451,7 @@ class Session(ScriptLoops):
         self._loops.mine.set(value)
 
     def keep_own(self, value: Plain) -> None:
-        """Set ``own`` for a library that drives the loop, which sets it again for a step that runs again."""
+        """Set ``own`` for a library that drives the loop. If a step runs again, the library sets ``own`` again."""
         self._loops.mine.own = value
 
     def attach(self, name: str, item: T) -> T:

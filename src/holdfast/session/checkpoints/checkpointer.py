@@ -391,7 +391,7 @@ class Checkpointer:
         return False
 
     def _done(self, save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
-        """Report ``result``, a written share or the error, to the controller. Once sealed, remove old checkpoints.
+        """Report ``result``, a written share or an error, to the controller. After the seal, remove old checkpoints.
 
         In a background save, the thread that waits for the writer process calls this method.
         """

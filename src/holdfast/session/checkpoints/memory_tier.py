@@ -360,12 +360,13 @@ class MemoryTier:
             raise
 
     def _require_whole(self, kept: StoredState) -> None:
-        """Check that ``kept`` includes the changes that the script has made after the block.
+        """Check that the state ``kept`` includes the changes that the script has made after the block.
 
         On one node, these changes may be missing if no other rank has amended its kept state.
 
         Raises:
-            CheckpointInvalid: the changes are missing. The kept state is dropped. All ranks go back to an earlier one.
+            CheckpointInvalid: the changes are missing. The kept state is dropped. All ranks go back to an earlier
+                kept state.
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}
@@ -398,7 +399,7 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | Non
     Args:
         alone: some box of the state has only one holder.
         size_bytes: size of the boxes that only this rank holds.
-        every: steps between two kept states; 0: none; AUTO: as often as time allows.
+        every: steps between two kept states; 0: no states are kept; AUTO: as often as time allows.
         unlogged: why updates since the kept state are not logged; empty: they are logged; None: not known.
     """
     if not alone:

@@ -58,7 +58,10 @@ class Drawn:
         self._loader = loader
 
     def stand_at(self, record: Plain) -> None:
-        """Take over the record of the earlier process. None: there is none, or that job had another number of ranks."""
+        """Take over the record of the earlier process.
+
+        None: there is no record, or the earlier job had another number of ranks.
+        """
         self.record = self._expected = record if isinstance(record, dict) else None
 
     def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:

@@ -321,7 +321,7 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """Record, when the script ends, that it does not return to the loop that it has left early, if there is one.
+        """When the script ends, record that it does not return to a loop that it has left early.
 
         A newcomer would still enter that loop.
         """
@@ -350,7 +350,7 @@ class Loops:
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
 
-        ``certain`` False: an exception may have ended the loop instead. Then do nothing if a fault is known.
+        If ``certain`` is False, an exception may have ended the loop instead. Then do nothing if a fault is known.
         """
         if certain or not (self._adapter.poisoned or self._rank.fenced):
             self.place["left"] = True
@@ -494,9 +494,10 @@ class Loops:
         return bound
 
     def _compare(self, feed: Feed | None, loop: int) -> list[int | str] | None:
-        """Compare the dataset of this loop with other ranks and the checkpoint. Return its length and content digest.
+        """Compare the dataset of this loop with those of the other ranks and of the checkpoint.
 
-        None: they are not known. Raises: UsageError: another rank that shares the sampler has another dataset.
+        Return its length and digest. None: length and content digest are not known. Raises: UsageError: another rank
+        that shares the sampler has another dataset.
         """
         now = None if feed is None else feed.identity()
         if now is None:
@@ -575,7 +576,10 @@ class Loops:
                 )
 
     def _draw(self) -> bool:
-        """Draw the batches of this step, one for each rank whose work this rank does. Return False if none is left."""
+        """Draw the batches of this step, one for each rank whose work this rank does.
+
+        Return False if no batch is left.
+        """
         if self._drawn == self._rank.step:
             return True
         before = {} if self._feed is None else self._feed.place()
@@ -744,7 +748,7 @@ class Loops:
     def digests_of(self, step: int) -> list[int]:
         """Return the digests of the batches that this rank has drawn for ``step``.
 
-        They are empty if they are not known, or if the loader gives plain numbers, which are no data.
+        They are empty if they are not known, or if the loader gives plain numbers, which are not data.
         """
         record = self._proof.record
         if record is None or record["step"] != step or self._proof.numbered:

@@ -48,7 +48,7 @@ class OwnValues:
         self.own, self._by_script = value, True
 
     def at_vote(self) -> Plain:
-        """Return ``own`` at the vote of a block: what a rank leaves that is lost before the end of the block."""
+        """Return ``own`` at the vote of a block: its value if this rank is lost before the end of the block."""
         if self._by_script and self._at_vote is not None:
             self._at_vote = [copy.deepcopy(self.own)]
         return self.own

@@ -107,8 +107,8 @@ class Helper(NamedTuple):
 def helper(caller: FrameType) -> Helper | None:
     """Return the generator of the script that now asks for a step, if ``caller`` is the frame of one.
 
-    None: ``caller`` is no generator, or its code uses ``committed`` or ``number`` of a step, so that it can count steps
-    instead of turns.
+    None: ``caller`` is not a generator, or its code uses ``committed`` or ``number`` of a step, so that it can count
+    steps instead of turns.
     """
     code = caller.f_code
     if not code.co_flags & inspect.CO_GENERATOR or not {"committed", "number"}.isdisjoint(code.co_names):

@@ -60,8 +60,8 @@ class ScriptPart:
         kind: ``epochs``, or ``phase`` with its name.
         turns: total number of turns of the part.
         done: number of turns that the whole job has finished.
-        planned: total number of turns of this part in the loaded state: what the script had asked for before the job
-            was started again. It equals ``turns`` if the loaded state has no such part, or if the part is over.
+        planned: total number of turns of this part in the loaded state, as the script gave it before the job was
+            started again. It equals ``turns`` if the loaded state has no such part, or if the part is over.
         closed: the script has left the part, by ``break`` or an exception.
         slot: the slot of the open turn; None between two turns.
     """

@@ -35,7 +35,7 @@ def checked_count(batches: int | None, loader: Any) -> int | None:
     """Return the argument ``batches`` of ``Session.steps``.
 
     Raises:
-        UsageError: ``batches`` is not None, and is no positive int or is given without a loader.
+        UsageError: ``batches`` is not None, and is not a positive int or is given without a loader.
     """
     if batches is None:
         return None

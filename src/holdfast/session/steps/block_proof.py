@@ -81,7 +81,7 @@ class Prover:
 
     Args:
         adapter: the framework. If it cannot digest the results of a block, nothing is checked.
-        every: steps between two checks; 0: none.
+        every: steps between two checks; 0: no checks.
         world_size: ranks of the job.
         deciding: the check of the script's variables on which the updates depend.
     """
@@ -162,7 +162,7 @@ class Prover:
             self._add(step, adapter, Proof(self._found, computed, self._deciding.numbers()))
 
     def _refuse_set_once(self, step: Step) -> None:
-        """Raise ImpureBlockError if the block sets a variable once, from what a collective has returned."""
+        """Raise ImpureBlockError if the block sets a variable once, from the result of a collective."""
         if names := sorted(name for name, summed in self._deciding.set_once.items() if summed):
             raise ImpureBlockError(
                 f"step {step.number}: the block sets {', '.join(names[:_TOLD_MAX])} once, from a collective, and its "
@@ -197,9 +197,9 @@ class Prover:
     def explains(self, step: Step, error: BaseException) -> ImpureBlockError | None:
         """Return the error to raise in place of ``error`` if values that an earlier run has left explain ``error``.
 
-        That is so if the first run of the block ended without an exception, and the second run and the run for the job
-        with one of the same class. Missing data of peers cannot explain this. None: ``error`` is not of this kind, or
-        is an error of Holdfast, which names its own cause.
+        This is the case if the first run of the block ended without an exception, but the second run and the run for
+        the job ended with exceptions of the same class. Missing data of peers cannot explain this. The result is None
+        in all other cases, and if ``error`` is an error of Holdfast, which names its own cause.
 
         Args:
             step: the step whose run for the job has ended.

@@ -1,17 +1,18 @@
 """The check that a replacement makes the same updates as the other ranks.
 
-Theory. A script may decide by variables of its own whether a block makes an update ("three blocks since the last one"),
-or with which learning rate. The ranks decide alike because their variables are equal. A replacement begins with the
-variables of a start, so it may decide otherwise. If ranks hold copies of the weights (DDP), the comparison of the
-copies shows this afterwards. If they hold shards (FSDP), nothing shows it. So each ballot identifies the optimizers
-that step and their scheduled numbers, and the tally shows whether they are equal on all ranks. In some jobs the ranks
-have different tasks, and their updates differ from the first steps on. A rank that has seen such a vote sets ``uneven``
-in its ballots. In this job a difference is then no evidence of an error.
+Theory. A script may use variables of its own to decide whether a block makes an update ("three blocks since the last
+one"), or to set the learning rate. The ranks decide alike because their variables are equal. A replacement begins
+with the initial values of these variables, so it may decide otherwise. If ranks hold copies of the weights (DDP), the
+comparison of the copies shows this afterwards. If they hold shards (FSDP), nothing shows it. So each ballot
+identifies the optimizers that step and their scheduled numbers, and the tally shows whether they are equal on all
+ranks. In some jobs the ranks have different tasks, and their updates differ from the first steps on. A rank that has
+seen such a vote sets ``uneven`` in its ballots. In this job a difference is then no evidence of an error.
 
-The ballot of a step lacks an optimizer that steps after the vote, so the next ballot repeats the comparison with it. If
-that shows a difference, the update is already made, and no rank saves the state any more.
+An optimizer that steps after the vote is missing in the ballot of the step, so the next ballot repeats the comparison
+and includes it. If the repeated comparison shows a difference, the update has already been made, and no rank saves
+the state any more.
 
-The text of the error has the difference (``update_differences.py``).
+The text of the error describes the difference (``update_differences.py``).
 
 The variables that a search in the script's source finds are compared in the same votes (``update_variables.py``).
 
@@ -93,7 +94,7 @@ class EqualUpdates:
         self.variables.opens()
 
     def joins(self) -> None:
-        """Record that this process replaces a lost one."""
+        """Record that this process replaces a lost process."""
         self._replaces = True
 
     def steps(self, optimizer: str, within: str) -> None:

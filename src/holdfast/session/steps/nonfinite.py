@@ -1,10 +1,10 @@
 """The check for gradients with inf or nan, and the protection of the last checkpoint before an update with them.
 
 Theory. A loss that is not finite has gradients that are not finite. One update with such gradients ruins the weights
-for good. So each rank checks its gradients before the vote, and the vote carries the result to all ranks. All ranks
-then act in the same way: they stop before the update, leave out the update, or warn. Every checkpoint after the first
-such update is affected. Therefore the newest checkpoint before that update is kept, even if the retention policy would
-remove it. A gradient scaler acts earlier: an update that the scaler leaves out is not checked.
+permanently. So each rank checks its gradients before the vote, and the vote carries the result to all ranks. All
+ranks then act in the same way: they stop before the update, leave out the update, or warn. Every checkpoint after the
+first such update is affected. Therefore the newest checkpoint before that update is kept, even if the retention
+policy would remove it. A gradient scaler acts earlier: an update that the scaler leaves out is not checked.
 
 Invariants:
 1. All ranks of a job take the same action at a step.
@@ -34,7 +34,7 @@ KEY = "nonfinite_step"
 
 
 def checked_mode(value: object) -> NonFinite:
-    """Return the argument ``nonfinite`` of a session after a check. Raises: UsageError: it is no known mode."""
+    """Return the argument ``nonfinite`` of a session after a check. Raises: UsageError: it is not a known mode."""
     for mode in get_args(NonFinite):
         if value == mode:
             return mode  # type: ignore[no-any-return]
@@ -102,7 +102,8 @@ class NonfiniteCheck:
     def is_unsure(self, tally: Tally) -> bool:
         """Return whether the other ranks may leave out the update of a step whose vote broke on this rank.
 
-        This is so in mode ``skip``: another rank may have found inf or nan, and this rank did not receive the result.
+        They may do this in mode ``skip``: another rank may have found inf or nan, and this rank did not receive the
+        result.
         """
         return self._mode == "skip" and self._gradients is not None and not tally.nonfinite
 

@@ -68,8 +68,8 @@ class OrderTasks:
     def copy(self, make: Callable[[], None]) -> bool:
         """Call ``make``, which copies the state that a tentative update of an open block is about to change.
 
-        An order reads the state itself where there is no copy, and may read it for seconds. So under a fence
-        nothing is copied, and the update must not be made.
+        An order reads the state itself if there is no copy, and may take seconds to read it. So under a fence
+        ``make`` is not called, and the update must not be made.
 
         Returns:
             False under a fence.

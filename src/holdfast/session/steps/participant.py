@@ -77,7 +77,7 @@ NO_MEMBER = MemberId(0)
 
 
 class StepParticipant:
-    """One rank's side of the step protocol: it executes what the rank's state machine commands.
+    """One rank's side of the step protocol: it executes the commands of the rank's state machine.
 
     Args:
         adapter: the framework, which breaks and rebuilds collectives.
@@ -198,7 +198,7 @@ class StepParticipant:
             )
 
     def freed(self) -> None:
-        """If fenced, write to the status page, once, the time at which this process was out of its collectives."""
+        """If fenced, write to the status page, once, the time at which this process had left its collectives."""
         if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
             self.client.page[Word.FREED_NS] = time.monotonic_ns()
 
@@ -346,7 +346,7 @@ class StepParticipant:
             self.client.page.enter(phase, self.machine.step)
 
     def announce(self, section: str) -> None:
-        """Show on the status page that a section begins, in which a long time without progress is no hang."""
+        """Show on the status page that a section begins, in which a long time without progress is not a hang."""
         if self.client is not None:
             self.client.page.announce(section)
             if not self.fenced:
@@ -528,7 +528,7 @@ class StepParticipant:
     def take_step(self) -> bool:
         """Record that the script takes the next step. If a recovery came first, wait for its end and return False.
 
-        The next step may then be another one.
+        The next step may then have another number.
         """
         with self.changed:
             if not self.fenced:

@@ -49,7 +49,7 @@ class Recomputation:
 
     Args:
         adapter: the framework.
-        every: steps between two checks; 0: none.
+        every: steps between two checks; 0: no checks.
         batch_of: returns the batch that a model replica (by number) draws for the open step. Raises LookupError if
             the batch is not known.
 

@@ -115,7 +115,7 @@ class UndeclaredState:
 
 
 def _renewed() -> Set[str]:
-    """Return the containers of the script that each step replaces by one that follows from it."""
+    """Return the containers of the script that each step replaces by a new one, computed from the old one."""
     found: Set[str] = frozenset()
     with warns_of_defects("averages in containers that each step replaces are not searched"):
         found = renewed_containers(places_in_script())

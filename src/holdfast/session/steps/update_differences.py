@@ -38,7 +38,8 @@ def difference(client: WorkerClient | None, rank: int, step: int, mine: Updates,
     Args:
         rank: number of this rank.
         mine: the updates of this rank.
-        replaces: this process replaces a lost one. It is compared with another rank, and each other rank with it.
+        replaces: this process replaces a lost process. A replacement is compared with another rank, and each other
+            rank is compared with a replacement.
     """
     if client is None:
         return ""
@@ -66,7 +67,7 @@ def in_words(mine: Updates, other: int, theirs: Updates) -> str:
 
 
 def _differences(mine: Updates, other: int, theirs: Updates) -> Iterator[str]:
-    """Yield a text for each setting that differs. It has the first number that differs."""
+    """Yield a text for each setting that differs, with the first number in which it differs."""
     for name, settings in mine.items():
         for setting, numbers in settings.items():
             found = theirs[name].get(setting, [])
