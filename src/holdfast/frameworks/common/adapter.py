@@ -26,7 +26,7 @@ class Aborted(BaseException):
 
 
 class Unsevered(GroupError):
-    """The error of a process that hangs in a broken collective for good. Another process must take its seat."""
+    """The error of a process that hangs forever in a broken collective. Another process must take its seat."""
 
 
 class Collected(Protocol):

@@ -122,17 +122,20 @@ class BeginsEqual(Protocol):
 
 @runtime_checkable
 class SharesRandomNumbers(Protocol):
-    """An adapter whose ranks draw the same random numbers if their generators were equal before the job."""
+    """An adapter in which ranks draw the same random numbers if their random generators were equal before the job."""
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of all copies of the model; None if each copy has separate streams."""
+        """The streams of random numbers of all copies of the model; None if each copy has separate streams."""
 
     def compare_generators(self) -> Streams:
-        """Compare the generators of this rank with those of all ranks. All ranks call it. Raises: PeerLost."""
+        """Compare the random generators of this rank with those of the other ranks. All ranks call it.
+
+        Raises: PeerLost.
+        """
 
     def draw_from(self, streams: Streams | None) -> None:
-        """Draw random numbers from these streams from now on. Set ``streams``."""
+        """Draw random numbers from the given streams from now on. This sets the attribute ``streams``."""
 
 
 @runtime_checkable
@@ -247,7 +250,7 @@ class DescribesUpdates(Protocol):
         """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
 
     def objects(self) -> list[object]:
-        """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
+        """Return the objects in ``state=`` of which the session saves the ``state_dict()``."""
 
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of a tensor on the CPU.
@@ -256,11 +259,11 @@ class DescribesUpdates(Protocol):
         """
 
     def digest_of(self, value: object) -> int | None:
-        """Return a digest of the content of ``value`` without tensors of the state. Waits for the device.
+        """Return a digest of the content of ``value``; tensors of the state do not count. Waits for the device.
 
         The digest is equal in all processes with equal contents.
 
-        Return None if ``value`` is no tensor, array, module or plain value, nor a container of them.
+        Return None if ``value`` is not a tensor, array, module or plain value, nor a container of them.
         """
 
 
@@ -300,9 +303,9 @@ class ProvesBlocks(Protocol):
         """Return the likely cause of the difference between two runs of a block, in words; empty if none was found."""
 
     def changed(self) -> Sequence[str]:
-        """Return the numbers in attributes of the model that the last two suspected runs have found different.
+        """Return the numbers in attributes of the model that differed between the last two suspected runs.
 
-        Each as a text, with both values.
+        Each number is a text with both values.
         """
 
 
@@ -340,8 +343,8 @@ class Finder(Protocol):
 
         Args:
             variables: the script's variables by name.
-            renewed: variables and attributes of the script whose container each step replaces by one that follows from
-                it. Other containers that are replaced are scratch.
+            renewed: variables and attributes of the script whose container each step replaces by a new one, computed
+                from the old one. Other containers that are replaced hold only temporary values.
         """
 
     def moved(self) -> Sequence[str]:
@@ -396,7 +399,7 @@ class MarksTensors(Protocol):
     def mark(self, item: Any) -> object:
         """Return a mark of tensor ``item``, which differs from a later mark if the tensor was written in between.
 
-        Return None if ``item`` is no tensor.
+        Return None if ``item`` is not a tensor.
         """
 
     def duplicate(self, tensor: Any) -> Any:

@@ -131,11 +131,11 @@ class TcpGroupAdapter(Generic[Kept]):
         return (self._seed * SEED_PRIME + stream) * SEED_PRIME + step
 
     def draw_from(self, streams: Streams | None) -> None:
-        """Draw random numbers from these streams from now on (``SharesRandomNumbers``)."""
+        """Draw random numbers from the given streams from now on (``SharesRandomNumbers``)."""
         self.streams = streams
 
     def compare_generators(self) -> Streams:
-        """Compare the generators with those of all ranks (``SharesRandomNumbers``). Raises: PeerLost."""
+        """Compare the random generators with those of the other ranks (``SharesRandomNumbers``). Raises: PeerLost."""
         states = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),

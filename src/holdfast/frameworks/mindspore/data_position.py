@@ -100,7 +100,7 @@ class DataFeed:
         busy: called with True while an epoch is drawn again up to the position, and with False afterwards.
 
     Raises:
-        UsageError: the loader is no dataset of MindSpore.
+        UsageError: the loader is not a dataset of MindSpore.
         UnsupportedError: the random numbers of its augmentations depend on time.
         EmptyLoaderError: the dataset yields no batch.
     """

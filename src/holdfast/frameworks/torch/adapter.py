@@ -168,17 +168,17 @@ class TorchAdapter:
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of random numbers of all copies (``SharesRandomNumbers``)."""
+        """The streams of random numbers of all copies of the model (``SharesRandomNumbers``)."""
         return self._random.streams
 
     def draw_from(self, streams: Streams | None) -> None:
-        """Draw random numbers from these streams from now on (``SharesRandomNumbers``)."""
+        """Draw random numbers from the given streams from now on (``SharesRandomNumbers``)."""
         self._random.streams = streams
         if self._feed is not None:
             self._feed.become(self._random.draws(self.copy.number))
 
     def compare_generators(self) -> Streams:
-        """Compare the generators with those of all ranks (``SharesRandomNumbers``). Raises: PeerLost."""
+        """Compare the random generators with those of the other ranks (``SharesRandomNumbers``). Raises: PeerLost."""
         digests = generator_digests(self.state.generators)
         known = copies_are_known(self._model)
         return compare_generators(digests, self.rank, self.world_size, self.vote, copies_known=known)
@@ -322,7 +322,7 @@ class TorchAdapter:
         return self.state.declares(value)
 
     def objects(self) -> list[object]:
-        """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
+        """Return the objects in ``state=`` of which the session saves the ``state_dict()``."""
         return self.state.plain_objects()
 
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
@@ -330,7 +330,7 @@ class TorchAdapter:
         return content_of(value, size_bytes_max)
 
     def digest_of(self, value: object) -> int | None:
-        """Return a digest of a tensor, array, module, plain value, or container, without tensors of the state."""
+        """Return a digest of a tensor, array, module, plain value or container. Tensors of the state do not count."""
         return digest_of_content(value, self.state.addresses())
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
@@ -689,7 +689,7 @@ class TorchAdapter:
         return self._suspicion.cause
 
     def changed(self) -> Sequence[str]:
-        """Return the numbers of modules that the last two suspected runs have found different (``ProvesBlocks``)."""
+        """Return the numbers in attributes of modules that differed between the last two suspected runs."""
         return self._suspicion.changed()
 
     def finder(self) -> UndeclaredTensors:

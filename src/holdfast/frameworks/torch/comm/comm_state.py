@@ -369,7 +369,7 @@ class CommState:
         self._local.strict = getattr(self._local, "strict", 0) + (1 if on else -1)
 
     def refuse_own_data(self, what: str) -> None:
-        """Raise GroupAborted in a call that must return data of a peer (:meth:`returning_data`); else do nothing."""
+        """Raise GroupAborted in a call that must return data of a peer (:meth:`returning_data`); otherwise return."""
         if getattr(self._local, "strict", 0):
             raise GroupAborted(f"{what}: nothing is kept of what it returned in the lost process")
 

@@ -242,7 +242,7 @@ class ReconfigurableGroup(OuterGroup):
         return GuardedWork(fabric, what, work, results, way, fill, after, count)
 
     def _put_back(self, what: str, call: SetupCall | None, outputs: list[Any]) -> bool:
-        """Give a newcomer what the lost process got from a collective before the first step, if that is kept.
+        """Give a newcomer the result that the lost process got from a collective before the first step, if it is kept.
 
         A spare waits here until its rank is known.
         """

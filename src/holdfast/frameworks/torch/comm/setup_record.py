@@ -1,13 +1,14 @@
 """The results of collectives that a script makes before its first step, kept for replacements.
 
-Theory. A replacement runs the script from its top, and no other rank makes the collectives there with it. Local data
-would be other data: a seed that rank 0 has drawn and broadcast, a configuration or a tokenizer as an object, a length
-that is a minimum over the ranks. So each process writes what such a collective returned to a file in the shared memory
-of its run. A replacement of its rank reads the files and gets the same results.
+Theory. A replacement runs the script from its top, and no other rank makes the collectives there with it. If they
+completed on local data, the replacement would get other values than the lost process: for example another seed that
+rank 0 has drawn and broadcast, another configuration object, or another minimum over the ranks. So each process
+writes the result of such a collective to a file in the shared memory of its run. A replacement of its rank reads the
+files and gets the same results.
 
-Only collectives that the script, or a library other than torch, calls by a function of ``torch.distributed`` are kept.
-Wrappers of torch (DDP) send weights when they are made, and a replacement gets the weights from its peers. A result of
-more than ``BYTES_MAX`` bytes counts as weights, too.
+Only collectives that the script, or a library other than torch, calls by a function of ``torch.distributed`` are
+kept. Wrappers of torch (DDP) send weights when they are made, and a replacement gets the weights from its peers. A
+result of more than ``BYTES_MAX`` bytes also counts as weights.
 
 A file holds one line of JSON (collective, group, dtype and shape of each tensor), and then the elements.
 
@@ -73,7 +74,7 @@ class SetupCall(NamedTuple):
 
 
 class SetupRecord:
-    """The results of the collectives before the first step of this process, or of the process that it replaces.
+    """The results of the collectives before the first step of this process or of its predecessor.
 
     Args:
         directory: directory in shared memory of the workers of this run on this node.

@@ -120,7 +120,8 @@ def _step(parts: _Parts, source: Path) -> int:
     """Return the number of updates done, as saved in the source; 0 for weights alone.
 
     Raises:
-        UsageError: the source has no step although it holds more than weights, or its step is no number of updates.
+        UsageError: the source has no step although it holds more than weights, or its step is not a number of
+            updates.
     """
     if parts.strange_step:
         raise UsageError(

@@ -98,7 +98,7 @@ def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) 
     Args:
         tensor: a parameter, a buffer or a tensor of an optimizer's state, not a DTensor.
         shape: shape of the global tensor, in elements.
-        offsets: begin of ``tensor`` in the global tensor, in elements per dimension.
+        offsets: start of ``tensor`` in the global tensor, in elements per dimension.
 
     Raises:
         StateError: the region does not lie inside ``shape``.

@@ -51,7 +51,7 @@ def _sample(value: T) -> T:
 
 
 def _parts(value: object, left_out: Set[int]) -> Iterator[bytes]:
-    """Yield bytes that identify ``value``. Raises: _Unknown: it is, or holds, another object."""
+    """Yield bytes that identify ``value``. Raises: _Unknown: it has an object of another type."""
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
         if value.layout != torch.strided:

@@ -46,7 +46,7 @@ class HandCut:
         """Return the saved state of a parameter that belongs to this rank.
 
         Args:
-            prefix: begin of the names of the optimizer's entries.
+            prefix: start of the names of the optimizer's entries.
             parameter: name of the parameter.
             items: its state in the plain values, which any rank may have saved.
 

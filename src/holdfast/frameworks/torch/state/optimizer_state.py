@@ -80,8 +80,8 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
     """Return the session's ``optimizer`` argument as a dict by name.
 
     Raises:
-        UnsupportedError: an optimizer of Megatron, one that communicates inside its step, or one that leaves the
-            updates to others, which have the state.
+        UnsupportedError: an optimizer of Megatron, one that communicates inside its step, or one whose attributes
+            contain other optimizers, which make the updates and hold the state.
         UsageError: an object is not an optimizer.
     """
     several = value.values() if isinstance(value, Mapping) else value
@@ -104,7 +104,7 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
 def _refuse_container(name: str, optimizer: Optimizer) -> None:
     """Raise UnsupportedError for an optimizer whose parameters another one in its attributes updates.
 
-    The other one has the state (momenta), and no save would have it.
+    The inner optimizer has the state (momenta), so no save would contain it.
     """
     ours = {id(parameter) for parameter in parameters_of(optimizer)}
     others = {
@@ -123,7 +123,7 @@ def _refuse_container(name: str, optimizer: Optimizer) -> None:
 
 
 def held_by(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers in the attributes of another one, also in lists and dicts there, each by its path."""
+    """Return the optimizers in the attributes of an optimizer, and in lists and dicts there, by path."""
     found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
         pairs = (
@@ -136,7 +136,7 @@ def held_by(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def _refuse_megatron(optimizer: Any) -> None:
-    """Refuse an optimizer of Megatron: it is no torch optimizer, and its ``step()`` does more than update.
+    """Refuse an optimizer of Megatron: it is not a torch optimizer, and its ``step()`` does more than update.
 
     Raises:
         UnsupportedError: names the optimizer's class.

@@ -1,4 +1,4 @@
-"""The memory of tensors: the content of small ones, read without an operation of torch, and whether two share it."""
+"""The memory of tensors: its content, read without an operation of torch, and a test whether two tensors share it."""
 
 from __future__ import annotations
 

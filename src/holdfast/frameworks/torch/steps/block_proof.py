@@ -142,8 +142,8 @@ class Suspicion:
     def cause(self) -> str:
         """The cause of the difference, in words; empty: none found.
 
-        The cause is a trained weight that the block writes, or else the impure input that the recorder of the block's
-        tensors has found.
+        The cause is a trained weight that the block writes. Otherwise it is the impure input that the recorder of the
+        block's tensors has found.
         """
         written = self._written_now() if self._written is None else self._written
         if written:
