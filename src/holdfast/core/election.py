@@ -23,9 +23,10 @@ change begin. A change from one voter to two is committed when the old voter has
 each majority before and after. A new leader first issues the electorate again in its own term. A voter refuses a
 candidate with an older electorate. Any two successive majorities therefore share a voter.
 
-If one of two voters is lost, the other one is no majority. With a *witness* (an object store where a name can be
-created only once) the voter that first creates the name of the next change continues alone. The other voter finds the
-name taken and gives up. If the other voter is connected but has forgotten its votes, the witness is asked at once.
+If one of two voters is lost, the remaining voter has no majority. With a *witness* (an object store where a name can
+be created only once) the voter that first creates the name of the next change continues alone. The other voter finds
+the name taken and gives up. If the other voter is connected but has forgotten its votes, the witness is asked at
+once.
 
 Invariants:
 1. The state on which an answer or act depends is on disk first: ``PersistHardState`` precedes the ``Send``.
@@ -193,7 +194,7 @@ class Election:
                 return
 
     def check(self) -> None:
-        """Raise AssertionError if a candidate or leader lacks its own vote or is no voter, or leads in a wrong term."""
+        """Raise AssertionError if a candidate or leader lacks its own vote, is no voter, or leads in a wrong term."""
         electorate = self.kept.electorate
         if self.role in ("candidate", "leader"):
             assert self.kept.voted_for == self.me, f"{self.role} without its own vote"

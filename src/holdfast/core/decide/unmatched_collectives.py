@@ -54,7 +54,9 @@ class _Count(NamedTuple):
 
 
 def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | None:
-    """Return the proof that a replacement and another rank make unlike collectives between two steps; None without one.
+    """Return the proof that a replacement and another rank make different numbers of collectives between two steps.
+
+    The result is None if there is no proof.
 
     Args:
         generation: the generation in which the ranks have run until the fault.
@@ -71,9 +73,9 @@ def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | No
 
 
 def _least(final: list[_Count]) -> list[_Count]:
-    """Return the smallest count, and the smallest count among the ranks that started at another time than its rank.
+    """Return the entry with the smallest count, and the smallest one among ranks that started at another time.
 
-    The second count is missing if all ranks started together.
+    The second entry is missing if all ranks started together.
     """
     if not final:
         return []

@@ -1,10 +1,10 @@
 """Nodes that will leave while other nodes of the job stay: by a notice, or because their launcher must end or has died.
 
-Theory. ``core/job/leaving.py`` decides what is done about a node, each time the facts may have changed. A move of ranks
-has three parts. First, new processes for the ranks are built on other nodes while the old processes train. Second, all
-ranks agree by a vote to stop at the end of a step. Third, the old processes are killed at that stop, and the usual
-recovery puts the new processes into their seats. All ranks are then at the same committed step, so no step is repeated.
-When the job has resumed, the node is given up without waiting for its silence.
+Theory. ``core/job/leaving.py`` decides about a node each time the facts may have changed. A move of ranks has three
+parts. First, new processes for the ranks are built on other nodes while the old processes train. Second, all ranks
+agree by a vote to stop at the end of a step. Third, the old processes are killed at that stop, and the usual recovery
+puts the new processes into their seats. All ranks are then at the same committed step, so no step is repeated. When
+the job has resumed, the node is given up without waiting for its silence.
 
 The order to stop cannot be taken back, because a vote may have carried it already. So the report of the stop is always
 answered: a move fences the ranks, or they are ordered to continue. The order to continue names the step before which

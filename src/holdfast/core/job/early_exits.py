@@ -1,8 +1,8 @@
 """Processes that ended with code 0 while other ranks still compute.
 
-Theory. Without a session an end with code 0 is no fault: the ranks of a script may end one after the other. It becomes
-a fault when another rank loses a peer or hangs in a collective, because the ended process is the missing peer. The exit
-is then reported as the fault, before the fault of the rank that missed its peer.
+Theory. Without a session an end with code 0 is not a fault: the ranks of a script may end one after the other. It
+becomes a fault when another rank loses a peer or hangs in a collective, because the ended process is the missing
+peer. The exit is then reported as the fault, before the fault of the rank that missed its peer.
 
 Invariants:
 1. An exit with code 0 is reported as a fault at most once, and only as the cause of another rank's fault.

@@ -131,7 +131,7 @@ class Job:
     def sealed_here(self) -> int:
         """Newest step that was sealed by the present members, or by the recovery that chose them; -1 if there is none.
 
-        A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since then,
+        A checkpoint that is sealed late for an older roster is not evidence. All ranks may have gone back since then,
         and may be running the step of that checkpoint again.
         """
         generation, step = self._sealed_last

@@ -13,7 +13,8 @@ of a device.
 The shell in this module is the code of the agent process that starts and signals processes.
 
 Invariants:
-1. A spare is no member: none of its messages leaves the node, it is in no roster, votes in no step and serves no state.
+1. A spare is not a member: none of its messages leaves the node, it is in no roster, votes in no step and serves no
+state.
 2. A spare is called once, for one seat.
 3. Spares are built only while every worker of the node trains, never during a recovery.
 """

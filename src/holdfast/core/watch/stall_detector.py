@@ -1,7 +1,7 @@
 """Detection of workers without progress, with time limits learned from how long progress usually takes.
 
 Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in the
-vote of each step, so when one rank stops for good, soon all ranks stop. A node is *stalled* when each of its workers
+vote of each step, so when one rank stops forever, soon all ranks stop. A node is *stalled* when each of its workers
 has made no progress for longer than that worker's time limit. A rank that waits for a slow rank exceeds its own limit
 early. That is harmless, because the limit of the slow rank counts. Which rank is to blame is decided later
 (``core/watch/hang_attribution.py``).
@@ -190,7 +190,7 @@ class Progress:
         return _WorkerWatch(reading)
 
     def stalls(self) -> list[Stall]:
-        """Return the time without progress and the time limit of every worker that is no spare, by member id."""
+        """Return the time without progress and the time limit of every worker that is not a spare, by member id."""
         return [
             Stall(
                 member_id,
@@ -317,9 +317,10 @@ class Progress:
         return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
 
     def _unmatched(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers in a block, with those that made more collectives before it; empty if none made more.
+        """Return the workers that wait in a collective which other workers leave out, and those other workers.
 
-        No rank makes the rest of these collectives, so these workers get no more time than a usual step takes.
+        The other workers are already in the next block, and so made fewer collectives before it. The result is empty
+        if no worker made more. All these workers get no more time than a usual step takes.
         """
         final = [w for w in holding if w.last.phase in IN_STEP]
         more = [
