@@ -14,7 +14,7 @@ Invariants:
 1. A writer is sound, and its last completed step is the step of the plan.
 2. The order to publish is sent only after every writer of one plan has succeeded. At most one plan is published.
 3. Every living rank is ordered to exit exactly once, whatever happens before.
-4. The end of a rank that finished its training is no fault.
+4. The end of a rank that finished its training is not a fault.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def job_token(path: Path, *, makes: bool, wait_s: float) -> None:
 
     Raises:
         UsageError: the file cannot be made here.
-        AuthError: the file belongs to another user, or is no plain file.
+        AuthError: the file belongs to another user, or is not a plain file.
         NotMet: the file did not appear in time.
     """
     deadline_s = time.monotonic() + wait_s

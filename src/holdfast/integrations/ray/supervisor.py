@@ -8,8 +8,8 @@ After a loss that the job cannot survive (no majority, no node in time), its lau
 driver did not request that end. So all launchers are started again as soon as there are enough nodes, and training
 continues at the saved step.
 
-A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is up without a launcher), ``starts``, ``runs``,
-``ended`` (its launcher has ended), or ``out`` (left out for good).
+A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is up without a launcher), ``starts``,
+``runs``, ``ended`` (its launcher has ended), or ``out`` (permanently left out).
 
 Invariants:
 1. A launcher is started only where the actor is known to have none.

@@ -444,7 +444,10 @@ class Processes:
         self._post(ProcessGone(member_id, 0, None, None, time.monotonic_ns()))
 
     async def end(self, *, kill: bool) -> None:
-        """End the zygote. With ``kill``, first kill all workers, including those that the zygote forks meanwhile."""
+        """End the zygote.
+
+        With ``kill``, first kill all workers, including those that the zygote forks during the kill.
+        """
         self._ending = True
         self._waiting.clear()
         self._asked = dict.fromkeys(self._asked)

@@ -476,7 +476,7 @@ def make(
         device_addresses: addresses of devices by host and device, if known.
 
     Raises:
-        UsageError: a host is no address or is listed twice, or ``counts`` has another length than ``hosts``.
+        UsageError: a host is not an address or is listed twice, or ``counts`` has another length than ``hosts``.
         UnsupportedError: the version is not supported.
     """
     if len(counts) not in (1, len(hosts)):

@@ -66,9 +66,10 @@ def variables_of_script() -> dict[str, object]:
 
 @cache
 def owners_of(name: str) -> tuple[str, ...]:
-    """Return the variables and attributes that hold an attribute or element: ``self.seen["x"]`` has two.
+    """Return the variables and attributes that hold an attribute or element.
 
-    An element of a dict has its key in the name, as Python writes it with double quotes.
+    For ``self.seen["x"]`` these are ``self`` and ``self.seen``. An element of a dict has its key in the name, as
+    Python writes it with double quotes.
     """
     return tuple(name[: match.end()] for match in list(_PARTS.finditer(name))[:-1])
 

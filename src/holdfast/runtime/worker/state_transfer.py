@@ -88,7 +88,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class StateServer(AnswerServer[Talk]):
-    """A server that sends one state of this rank, which does not change meanwhile, to processes of the same run.
+    """A server that sends one state of this rank to processes of the same run. The state must not change until the end.
 
     Args:
         view: returns the bytes of a box that this rank holds; raises :class:`HoldfastError` for another box, and for a

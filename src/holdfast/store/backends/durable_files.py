@@ -153,7 +153,7 @@ class Directory(Closes):
         """Open an existing directory. A path whose last component is a symbolic link is refused.
 
         Raises:
-            CheckpointInvalid: the path does not exist, or is no directory.
+            CheckpointInvalid: the path does not exist, or is not a directory.
         """
         with reading(path):
             return cls(Path(path), os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))

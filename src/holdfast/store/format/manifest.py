@@ -155,7 +155,7 @@ def unwrap(data: bytes, where: str) -> tuple[bytes, str]:
     """Return body and digest (hex) from the bytes of a JSON file; ``where`` is its path, for errors.
 
     Raises:
-        CheckpointInvalid: the data is no envelope, or the digest does not match.
+        CheckpointInvalid: the data is not an envelope, or the digest does not match.
     """
     if not (data.startswith(_PREFIX) and data[_BODY_START - len(_MIDDLE) : _BODY_START] == _MIDDLE):
         refuse(where, "not a Holdfast JSON file (truncated or foreign)")

@@ -242,7 +242,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """Return the catalogue of encoded layouts (by rank), as :meth:`RankLayout.encode` returns them.
 
         Raises:
-            StateError: text that is no layout, a broken invariant, or two ranks that disagree about a tensor.
+            StateError: text that is not a layout, a broken invariant, or two ranks that disagree about a tensor.
         """
         return Catalogue.from_declarations(declarations(layouts))
 

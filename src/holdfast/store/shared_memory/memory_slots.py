@@ -310,7 +310,7 @@ class Incoming:
         """Store the marker, after all bytes have arrived. The slot then holds the state.
 
         Raises:
-            CheckpointInvalid: ``marker`` is no valid marker.
+            CheckpointInvalid: ``marker`` is not a valid marker.
         """
         if not is_sound(words_of(marker)):
             raise CheckpointInvalid("not the marker of a slot")
