@@ -76,7 +76,7 @@ PLACES = {
 
 
 def kept(view: RunView) -> str:
-    """Return a text about the newest checkpoint of a run and the steps after it, which are lost."""
+    """Return a text about the newest checkpoint of a run, and about the later steps, which are lost."""
     behind = 0 if view.cut_off else view.step - max(view.kept_step, 0)
     newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
     not_kept = "is not kept" if behind == 1 else "are not kept"

@@ -417,7 +417,7 @@ class Departures:
     def _held(self, now: float, move: Move, facts: LeavingFacts) -> bool:
         """Request that all ranks stop at the end of a step.
 
-        Return True when they have stopped, or when the time for that is over.
+        Return True when all ranks have stopped, or when the time limit of the stop has passed.
         """
         job = self.job
         if move.asked_in != job.generation:

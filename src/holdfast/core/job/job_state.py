@@ -138,7 +138,7 @@ class Job:
         return min(step, self.sealed_step) if generation >= self.roster.generation else -1
 
     def take(self) -> list[Command]:
-        """Return the commands issued since the last call, and clear the list."""
+        """Return the commands issued since the last call, and clear the list of commands."""
         out, self._out = self._out, []
         return out
 

@@ -202,7 +202,7 @@ class NodeTracker:
             self._lose(now, member, f"went with its node: {reason}")
 
     def _rejoin(self, now: float) -> None:
-        """Declare each node lost whose agent has not joined this new controller within ``rejoin_s`` seconds."""
+        """Declare as lost each node whose agent has not joined this new controller within ``rejoin_s`` seconds."""
         job = self.job
         if not self.adopting:
             return

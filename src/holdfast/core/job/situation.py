@@ -44,7 +44,7 @@ class Survey:
         self.gasp = gasp
 
     def reports(self, answers: Mapping[int, Settled]) -> list[RankReport]:
-        """Return the state and step of each rank of the old generation, except ranks of which nothing is known.
+        """Return the state and step of each rank of the old generation. Ranks without any known state are left out.
 
         Args:
             answers: the answers to the newest fence, by rank.
@@ -158,7 +158,10 @@ class Survey:
         return step if step >= job.sealed_step else NONE
 
     def _unmatched(self, answers: Mapping[int, Settled]) -> Failure | None:
-        """Return the proof that a replacement makes other collectives between two steps; None without a proof."""
+        """Return the proof that a replacement makes other collectives between two steps than another rank.
+
+        None: no proof.
+        """
         found = []
         for member in self.job.roster.members:
             answer = answers.get(member.rank) if member.alive else member.exited

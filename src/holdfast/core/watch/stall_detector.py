@@ -307,9 +307,10 @@ class Progress:
         )
 
     def _parted(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers that wait for a rank which has left its loop, and that rank; empty without such a rank.
+        """Return the workers that wait for a rank that has left its loop, and this rank.
 
-        Such a rank never enters the block of the others, so these workers get no more time than a usual step takes.
+        The result is empty if no rank has left its loop. Such a rank never enters the block of the others, so these
+        workers get no more time than a usual step takes.
         """
         left = [w.last.step for w in self._watches.values() if w.last.left]
         if not left or not any(w.last.phase in IN_STEP and w.last.step >= min(left) for w in holding):

@@ -237,7 +237,7 @@ class GroupAdapter(Protocol):
         """Remove what :meth:`attach` installed."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return whether ``error``, which a session has raised, is an error of this framework about a lost peer."""
+        """Return whether ``error``, raised inside a session, is an error of this framework about a lost peer."""
 
     def vote(self, vector: list[int]) -> list[int]:
         """Return the sum of the int64 ``vector`` over all ranks. Raises: PeerLost."""

@@ -183,7 +183,7 @@ class PositionedLoader:
         return len(self._loop._combined_loader.flattened) == 1
 
     def _skip(self, epoch: int) -> int:
-        """Return the number of batches of this pass over the loader that were trained before."""
+        """Return the number of batches at the start of this pass over the loader that were already trained."""
         ready: int = self._loop.epoch_loop.batch_progress.current.ready
         combined = self._loop._combined_loader
         if self._is_alone() or combined._mode == "min_size":

@@ -113,7 +113,7 @@ class AfterBlock:
         self._save_exit()
 
     def _amend_exit(self) -> None:
-        """Save for the exit again if code after the block has changed the state on any rank."""
+        """Repeat the save for the exit if code after the block has changed the state on any rank."""
         try:
             same = self._saver.all_say(self._saver.digest() == self._left_with)
         except PeerLost:

@@ -412,7 +412,7 @@ class Checkpointer:
         self._tidy(prune=False)
 
     def _tidy(self, *, prune: bool) -> None:
-        """Remove failed saves, which may fill the disk. With ``prune``, also apply the retention policy."""
+        """Remove failed saves, because they may fill the disk. With ``prune``, also apply the retention policy."""
         if self.root is None or not (prune or self._wrecks):
             return
         root = Root(self.root)

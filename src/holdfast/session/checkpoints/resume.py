@@ -153,7 +153,7 @@ def candidates(
 
 
 def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> dict[str, str]:
-    """Return, by name, the reasons to reject checkpoints in ``found`` that another user may have planted.
+    """Return the reasons to reject checkpoints in ``found`` that another user may have planted, by checkpoint name.
 
     Otherwise a planted checkpoint with the highest step would be loaded.
 

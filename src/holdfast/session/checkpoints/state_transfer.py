@@ -136,7 +136,10 @@ class StateSource:
         )
 
     def _decline(self, settle: Settle, error: Exception) -> None:
-        """Report that this rank is alive with an intact state, but cannot give it. The controller decides again."""
+        """Report that this rank is alive and its state is intact, but that it cannot give the state.
+
+        A new decision follows.
+        """
         self._client.send(
             StateRefused(
                 member_id=self._client.member_id,

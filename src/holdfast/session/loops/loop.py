@@ -379,7 +379,7 @@ class Loops:
         self._rank.moved(ScriptEvent.LOOP_LEFT if left else ScriptEvent.LOOP_OVER)
 
     def require_whole(self) -> None:
-        """When the script calls the session again, check that it has not left its last loop in the middle of a step.
+        """When the script calls the session again, check that it did not leave its last loop in the middle of a step.
 
         Raises:
             StepError: the script has left a loop after an aborted block, so that the step would be missing; or a
@@ -428,7 +428,7 @@ class Loops:
             error.add_note(_NOTHING_DONE.format(self._rank.step))
 
     def _is_over(self, end: int | None) -> bool:
-        """Return whether the loop is over: at step ``end``, or left early in an epoch or phase that is not finished."""
+        """Return whether the loop is over: it has reached ``end``, or was left early in an unfinished turn."""
         return (end is not None and self._rank.step >= end) or self.place.get("left", False)
 
     def renew(self) -> None:
@@ -700,9 +700,10 @@ class Loops:
         return self._payload(local) if local else None
 
     def taken_over(self) -> bytes | None:
-        """Return, for the status page, the rank-local values with which this process begins or goes back, if any.
+        """Return, for the status page, the rank-local values with which this process begins or goes back.
 
-        If this process is lost before its next block, its status page is the only source of these values.
+        None: no values. If this process is lost before its next block, its status page is the only source of these
+        values.
         """
         self._told = b""
         local = dict(self.local)

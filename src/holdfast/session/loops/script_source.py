@@ -59,7 +59,9 @@ def counter_around(caller: FrameType) -> str:
 
 
 def leaves(caller: FrameType) -> bool:
-    """Return True if ``break`` or ``return`` ends a loop over a generator; False: an exception ends it, or not known.
+    """Return True if ``break`` or ``return`` ends a loop over a generator.
+
+    False: an exception does, or it is not known.
 
     Args:
         caller: the frame with the loop, which is now closing the generator.

@@ -1,6 +1,7 @@
 """The checks of the next block after a block whose run did not count: a fault aborted it, or an exception ended it.
 
-Theory. An exception ends the script, and so the step would be missing if the script caught it and continued.
+Theory. An exception may leave a block. If the script catches this exception and continues, the step of the block is
+missing.
 
 A fault aborts the open block. The state from the start of the block is restored, which includes the effect of
 the code before it, and the loop gives the same step again. So the script runs the code before the block a second time.

@@ -183,9 +183,7 @@ class StepParticipant:
             )
 
     def fault_seen(self, what: str) -> None:
-        """Report that a collective broke with error ``what``. The controller waits for a death that explains
-        the fault.
-        """
+        """Report that a collective broke with error ``what``. The controller waits for a death that explains this."""
         with self.changed:
             if not self.fenced:
                 self._tell_fault(self.machine.generation, what)
@@ -198,7 +196,7 @@ class StepParticipant:
             )
 
     def freed(self) -> None:
-        """If fenced, write to the status page, once, the time at which this process had left its collectives."""
+        """If this rank is fenced, write once to the status page when this process had left its collectives."""
         if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
             self.client.page[Word.FREED_NS] = time.monotonic_ns()
 

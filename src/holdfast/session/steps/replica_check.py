@@ -131,7 +131,10 @@ class Verifier:
         return True
 
     def _said(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """Return this rank's ballot. If its state is unreadable, cast a vote that stops all ranks; raise StateError."""
+        """Return this rank's ballot.
+
+        If the state is unreadable, cast a vote that stops all ranks, and raise StateError.
+        """
         try:
             return self._comparing(step, collected, compares)
         except StateError:

@@ -90,7 +90,7 @@ class StepOwner(Protocol):
 
 
 class BlockAbilities(NamedTuple):
-    """The optional interfaces of adapters that blocks use: an entry is the adapter, or None if it lacks the interface.
+    """The optional interfaces of the adapter that blocks use. An entry is None if the adapter lacks the interface.
 
     The entries are found once per session, because ``isinstance`` with a protocol takes 10 to 50 microseconds.
 

@@ -123,7 +123,10 @@ def _renewed() -> Set[str]:
 
 
 def number_of_look(since: int) -> int | None:
-    """Return which of three searches is due ``since`` steps after the first one: 0, 1 or 2; None: no search is due."""
+    """Return which search of a group of three (0, 1 or 2) is due ``since`` steps after the first search.
+
+    None: none is due.
+    """
     if since < LOOKS:
         return since
     begin = 1 << (since.bit_length() - 1) // GROWTH_BITS * GROWTH_BITS

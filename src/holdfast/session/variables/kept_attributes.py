@@ -41,7 +41,7 @@ class KeptAttributes(NamedTuple):
 
 
 def kept_by(items: Iterable[object]) -> KeptAttributes:
-    """Return the attributes of ``items`` that their methods ``state_dict()`` save, according to the source."""
+    """Return the attributes that ``state_dict()`` of each of ``items`` saves, found in the source of this method."""
     attributes: set[tuple[int, str]] = set()
     objects: set[int] = set()
     for item in items:

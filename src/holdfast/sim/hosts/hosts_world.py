@@ -513,7 +513,7 @@ class HostsWorld(World):
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
         """Start workers on a host after ``delay_s`` virtual seconds; if 0, after the random time that a fork takes.
 
-        From then on the job has the number of ranks that is in ``order``.
+        From then on the job has the number of ranks that ``order`` names.
         """
         if order.world_size != self.world_size:
             self.world_size = order.world_size

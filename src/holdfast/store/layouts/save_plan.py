@@ -265,7 +265,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _stretch(
         self, ranks: tuple[int, ...], rank: int, stream: Sequence[tuple[str, Box, int]]
     ) -> Iterator[tuple[str, Box, Box]]:
-        """Yield (tensor, box, part of the box) for all that ``rank`` writes of one stream."""
+        """Yield (tensor, box, part of the box) for each part of one stream that ``rank`` writes."""
         if len(ranks) == 1:
             yield from ((fqn, box, box) for fqn, box, _ in stream)
             return

@@ -54,7 +54,7 @@ def whole_cuts(dimensions: int) -> Cuts:
 def cut(length: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return (offset, size) of one part of a dimension of ``length`` elements.
 
-    Each step (number of parts, index of one part) cuts the part that the step before it gave.
+    Each step (number of parts, index of one part) cuts the part that the previous step gave.
     """
     offset, size = 0, length
     for parts, index in steps:

@@ -301,7 +301,7 @@ class BoxLoader:
         damaged: Mapping[tuple[str, int], set[int]],
         why: Mapping[str, str],
     ) -> list[Read]:
-        """Choose stored boxes that cover each wanted region once, and divide them into reads."""
+        """Choose stored boxes that cover each wanted region exactly once, and divide the boxes into reads."""
         chosen: dict[tuple[str, int], tuple[StoredBox, list[tuple[LoadTarget, Box]]]] = {}
         known: dict[tuple[Box, tuple[Box, ...]], tuple[list[tuple[int, list[Box]]], list[Box]]] = {}
         sound: dict[str, tuple[list[StoredBox], tuple[Box, ...]]] = {}

@@ -488,7 +488,7 @@ def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
 
 @runtime_checkable
 class PiecewiseSource(TensorSource, Protocol):
-    """A provider that can give the bytes of a box in small pieces, so that a device needs no copy of the whole box."""
+    """A provider of the bytes of boxes in small pieces, so that no copy of a whole box is needed on a device."""
 
     def pieces(self, fqn: str, box: Box) -> Iterator[memoryview]:
         """Yield the bytes of one box in C order, in pieces. Each piece is valid until the next piece is requested."""

@@ -249,7 +249,10 @@ class StagedSource:
         return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
-        """Return the bytes of several boxes as one range of the pool; None if their bytes are not adjacent there."""
+        """Return the bytes of several boxes as one range of the pool.
+
+        None if the bytes are not adjacent in the pool.
+        """
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None

@@ -124,10 +124,13 @@ class Handle(Protocol):
         """Return the reason why the inner group cannot be replaced; empty if it can."""
 
     def build_vote(self, generation: Generation) -> Inner:
-        """Return a new gloo group over the same ranks, used only for votes. Raises: GroupError."""
+        """Return a new gloo group over the ranks of this group, used only for votes. Raises: GroupError."""
 
     def open_board(self, generation: Generation) -> SharedMemoryAllReduce | None:
-        """Return the board of these ranks (a shared-memory all-reduce); None on several nodes. Raises: StateError."""
+        """Return the board (shared-memory all-reduce) of this group's ranks; None on several nodes.
+
+        Raises: StateError.
+        """
 
     def leave(self) -> None:
         """End the threads of this group that use Python objects, because the process is about to end."""
@@ -144,7 +147,7 @@ class Pending(Protocol):
 
 
 class CommMoment(NamedTuple):
-    """The number of reconfigurations of the groups, and of blocks that have begun, repeated ones included."""
+    """Two counts that identify a moment: reconfigurations of the groups, and begun blocks (repeated runs included)."""
 
     epoch: int
     block: int
@@ -434,7 +437,7 @@ class CommState:
             work.release()
 
     def forget(self, work: Pending) -> None:
-        """Remove a collective from the collectives in progress, because it has ended."""
+        """Remove a collective that has ended from the collectives in progress."""
         self._pending.pop(id(work), None)
         if not self._pending:
             self._waited.end()

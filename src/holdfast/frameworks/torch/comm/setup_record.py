@@ -77,7 +77,7 @@ class SetupRecord:
     """The results of the collectives before the first step of this process or of its predecessor.
 
     Args:
-        directory: directory in shared memory of the workers of this run on this node.
+        directory: directory in shared memory for the workers of this run on this node.
         store: key-value store of the job, if the job has several nodes; otherwise None.
     """
 

@@ -92,7 +92,7 @@ class Source(ABC):
         return None
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return the values of a position, besides epoch and batch, that a job with another number of ranks needs."""
+        """Return the values besides epoch and batch by which a job with another number of ranks finds the position."""
         return {}
 
     def find(self, place: Mapping[str, int]) -> int:

@@ -45,7 +45,7 @@ def digest_of_content(value: object, left_out: Set[int] = frozenset()) -> int | 
 
 
 def _sample(value: T) -> T:
-    """Return ``value``, a tensor or an array, or elements of it at equal distances if it is large."""
+    """Return the tensor or array ``value``. If it is large, return elements of it at equal distances."""
     distance = -(-value.nbytes // SIZE_BYTES_MAX)
     return value.reshape(-1)[::distance] if distance > 1 else value
 

@@ -88,7 +88,7 @@ def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
 
 
 def _stage_ranks() -> Iterator[list[int]]:
-    """Yield the ranks of the pipeline of each stage in this process."""
+    """Yield, for each pipeline stage in this process, the ranks of its pipeline."""
     for stage in instances(*private_api.PIPELINE_STAGE):
         yield dist.get_process_group_ranks(stage.group or dist.group.WORLD)
 

@@ -562,7 +562,7 @@ class OptimizerState:
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """Find or make memory for the tensors of ``saved`` (from :meth:`split`), and add it to ``targets`` by name.
+        """Find or make memory for the tensors of ``saved`` (from :meth:`split`). Add it to ``targets`` by tensor name.
 
         Present tensors of the optimizer that have the same shape, dtype and sharding are filled in place.
 

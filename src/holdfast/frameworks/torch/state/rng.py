@@ -169,7 +169,7 @@ class RandomNumbers:
     def begin(
         self, copy: int, step: int, named: Iterable[tuple[str, Generator]], *, between: bool = False
     ) -> None:
-        """Seed the default generators, and the user's ``named`` ones, for one step of copy number ``copy``.
+        """Seed the default generators, and the user's ``named`` generators, for one step of copy number ``copy``.
 
         With ``between``, seed them for the code before the block.
         """

@@ -181,7 +181,7 @@ class UntrainedWeights:
         self._lost.update(changed)
 
     def lost(self) -> dict[str, int]:
-        """Return by name the number of changes of each tensor that were not put back."""
+        """Return, for each tensor by name, the number of its changes that were not put back."""
         return {".".join(filter(None, path)): count for path, count in self._lost.items()}
 
     def modules(self) -> dict[str, Any]:
@@ -214,5 +214,5 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _may_be_average(tensor: torch.Tensor) -> bool:
-    """Return False for quantized weights and tensors of a library's own classes."""
+    """Return True if a tensor may be an average of weights; False for quantized weights and a library's own classes."""
     return tensor.is_floating_point() and type(local_of(tensor)) is torch.Tensor

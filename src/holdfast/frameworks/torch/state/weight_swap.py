@@ -30,7 +30,7 @@ class _Noted(NamedTuple):
 class WeightSample:
     """A sample of the given parameters, which shows if the model holds other weights now.
 
-    Only parameters on one device are sampled: trained ones, or any if none is trained.
+    Only parameters on one device are sampled. They are trained parameters or, if no parameter is trained, any.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
