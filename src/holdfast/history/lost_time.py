@@ -38,7 +38,7 @@ class Straggler(NamedTuple):
     busy_s: float
 
     def lost_s(self, until: float) -> float:
-        """Return the seconds before the Unix time ``until`` in which the other ranks have waited for this rank."""
+        """Return for how many seconds, up to the Unix time ``until``, the other ranks have waited for this rank."""
         return (1.0 - 1.0 / self.ratio) * max(0.0, until - self.since)
 
 

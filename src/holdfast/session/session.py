@@ -535,7 +535,7 @@ class Session(ScriptLoops):
         return self._adapter.streams if isinstance(self._adapter, SharesRandomNumbers) else None
 
     def framework_stands(self) -> None:
-        """Record that the library that drives the loop has finished its setup or other work before the next block."""
+        """Record that the library which drives the loop has finished its setup, or other work before the next block."""
         self._rank.moved(ScriptEvent.FRAMEWORK_DONE)
         self._adapter.remember(self._rank.step)
 
@@ -587,7 +587,7 @@ class Session(ScriptLoops):
         return {**of_updates, **self._blocks.inputs.of_rank()}
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Record the data position, publish a changed layout, and keep the state in memory if due, before the commit.
+        """Before the commit, record the data position, publish a changed layout, and keep the state in memory if due.
 
         Returns:
             Rank-local values for the status page; None: unchanged.
@@ -667,7 +667,7 @@ class Session(ScriptLoops):
         return isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.state == "ready"
 
     def _fall(self, error: Exception) -> None:
-        """Preserve the state of the last committed step, if possible, after an exception of the script."""
+        """After an exception of the script, preserve the state of the last committed step if possible."""
         rank = self._rank
         self._loops.explain(error)
         rank.moved(ScriptEvent.STRAYED)

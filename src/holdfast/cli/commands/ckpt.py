@@ -234,7 +234,7 @@ def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
 
 
 def size_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as ``5GB``, ``500 mb``, ``4GiB`` or ``1000000`` means.
+    """Return the number of bytes in a text such as ``5GB``, ``500 mb``, ``4GiB`` or ``1000000``.
 
     Raises:
         click.BadParameter: the text has another form, or means 0 bytes.

@@ -1,4 +1,4 @@
-"""Collectives between two steps that one rank makes and another does not, although both run the same script.
+"""Collectives between two steps that only one of two ranks makes, although both run the same script.
 
 Theory. Between two blocks all ranks make the same number of collectives. If the code there depends on variables that a
 replacement does not have, the replacement makes more collectives than the other ranks, or fewer. The job then breaks or

@@ -164,7 +164,7 @@ class Departures:
         self._abandon()
 
     def joined(self, now: float, node_id: NodeId) -> None:
-        """Decide again about leaving nodes, because a node that has joined may have room for ranks that move."""
+        """Decide again about leaving nodes. A node that has joined may have room for their ranks."""
         if node_id == self._departed:
             self._departed = None
         self.look(now)

@@ -18,9 +18,10 @@ LEFT = "left with code 0 while others computed"
 
 
 def missed(now: float, job: Job, faults: Faults, fault: Fault) -> list[Fault]:
-    """Return the exits with code 0 that explain ``fault``, if it is the first fault and a lost peer can cause it.
+    """Return the exits with code 0 that explain ``fault``.
 
-    ``now`` is in seconds on the clock of the controller.
+    It must be the first fault, and a lost peer must be able to cause it. ``now`` is in seconds on the clock of the
+    controller.
     """
     if faults.all:
         return []

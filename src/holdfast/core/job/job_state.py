@@ -205,7 +205,7 @@ class Job:
         self.roster.renew(generation)
 
     def reopen(self, reason: str) -> None:
-        """Kill the members that run the code after the training, because of a fault. All ranks then start again."""
+        """Because of a fault, kill the members that run the code after the training. All ranks then start again."""
         if not self.released:
             return
         self.released = False
@@ -330,7 +330,7 @@ class Job:
 
     @property
     def is_assembled(self) -> bool:
-        """True if all voters, and as many nodes as the job starts with, have connected to this controller."""
+        """True if all voters have connected to this controller, and as many nodes as at the start of the job."""
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
 
     @property
@@ -358,7 +358,7 @@ class Job:
 
     @property
     def fits(self) -> bool:
-        """True if the nodes that are heard have room for as many ranks as are to start now."""
+        """True if the nodes that are heard have room for all ranks that start now."""
         return sum(slots for _, slots in self._up()) >= self.room()
 
     def room(self) -> int:

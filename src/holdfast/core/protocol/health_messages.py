@@ -26,7 +26,7 @@ class Stalled(Message, frozen=True):
 
 
 class Late(Message, frozen=True):
-    """Report that a process makes no progress for too long before its first step, while the other ranks train."""
+    """Report that a process has made no progress for too long before its first step, while the other ranks train."""
 
     member_id: MemberId
     node_id: NodeId

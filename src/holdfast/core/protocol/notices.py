@@ -78,7 +78,7 @@ class SeatsPrepared(Message, frozen=True):
 
 
 class HoldOrder(Message, frozen=True):
-    """Order to one worker: request in its next vote that all ranks stop after that step, for a change of seats."""
+    """Order to one worker: in the next vote, request that all ranks stop after that step for a change of seats."""
 
     member_id: MemberId
     generation: Generation

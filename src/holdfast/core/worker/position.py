@@ -406,12 +406,12 @@ class ScriptMachine:
 
     @property
     def repeats(self) -> bool:
-        """True if the script runs code before a block that it has already run before the same block."""
+        """True if the script now repeats code before a block: it has already run this code before the same block."""
         return self._again and self._position is P.BEFORE_BLOCK
 
     @property
     def may_hold_other_weights(self) -> bool:
-        """True if the script runs code outside of the block, and may have replaced the model's weights for a while."""
+        """True if the script runs code outside of the block, which may temporarily replace the model's weights."""
         return self._rules.awaited != ""
 
     def awaits(self, *, replaces: bool) -> bool:

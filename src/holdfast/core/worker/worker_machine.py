@@ -264,7 +264,7 @@ class WorkerMachine:
 
     @property
     def reached(self) -> bool:
-        """True if this rank, and so every rank, has committed a step in the generation in which it continues."""
+        """True if this rank, and therefore every rank, has committed a step in the present generation."""
         return self._reached
 
     def reaches(self) -> bool:

@@ -189,7 +189,7 @@ class StepAdapter(Protocol):
         """Copy the state that the named optimizer is about to change. Called for an update before the vote."""
 
     def prepare_vote(self) -> None:
-        """Wait for the device, and make values equal on all ranks that must be equal, such as buffers of the model."""
+        """Wait for the device. Make values equal on all ranks if they must be equal, such as buffers of the model."""
 
     def enter_update(self) -> None:
         """Forbid collectives until :meth:`end`. Called when the vote has passed."""

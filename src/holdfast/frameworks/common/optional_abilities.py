@@ -45,7 +45,7 @@ class StandsIn(Protocol):
 
 @runtime_checkable
 class HasGroups(Protocol):
-    """An adapter whose process groups exist before a session opens, so that ranks without an agent can exchange data.
+    """An adapter whose process groups exist before a session opens. Ranks without an agent can exchange data over them.
 
     Attributes:
         own_groups: the framework's process groups are objects of Holdfast.
@@ -56,7 +56,7 @@ class HasGroups(Protocol):
 
 @runtime_checkable
 class TakesParts(Protocol):
-    """An adapter that can run a step as several blocks (parts), so that a rank can do missing ranks' work as well."""
+    """An adapter that can run a step as several blocks (parts). A rank can then also do the work of missing ranks."""
 
     def share(self, part: int, parts: int) -> None:
         """Prepare the next block, which is number ``part`` of the ``parts`` blocks of its step. The first number is 0.
@@ -112,7 +112,7 @@ class BeginsEqual(Protocol):
     """An adapter that makes the initial states of the ranks of a new job equal, or proves that they are equal."""
 
     def begin_equal(self) -> None:
-        """Make the copies of the initial state equal, or prove that they are, if the framework can do so.
+        """Make the copies of the initial state equal, or prove that they are equal, if the framework can do this.
 
         Raises:
             StateError: copies differ, and are not overwritten; the error names the tensor.
@@ -122,7 +122,7 @@ class BeginsEqual(Protocol):
 
 @runtime_checkable
 class SharesRandomNumbers(Protocol):
-    """An adapter in which ranks draw the same random numbers if their random generators were equal before the job."""
+    """An adapter that lets ranks draw the same random numbers if their generators were equal when the job began."""
 
     @property
     def streams(self) -> Streams | None:

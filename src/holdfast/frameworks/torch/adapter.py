@@ -334,7 +334,7 @@ class TorchAdapter:
         return digest_of_content(value, self.state.addresses())
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
-        """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""
+        """Raise StepError if ``optimizer`` is not part of the session and would update the model without a vote."""
         if self._updating:  # an optimizer of the session, which has voted, calls this one
             return
         ours = self._foreign.get(id(optimizer))
@@ -504,7 +504,7 @@ class TorchAdapter:
         self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
-        """Declare that the step runs as ``parts`` blocks, and that the next block is number ``part``, from 0 on."""
+        """Declare that the step runs as ``parts`` blocks, and that the next block has the number ``part``, from 0."""
         if parts > 1:
             self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
@@ -610,7 +610,7 @@ class TorchAdapter:
         heal_pipelines()
 
     def rehearse(self) -> bool:
-        """Return True if the next step must first run without effect (a rehearsal), so that DDP gets its final buckets.
+        """Return True if the next step first needs a rehearsal, a run without effect that gives DDP its final buckets.
 
         DDP rebuilds its buckets after its first backward passes, and the buckets decide in which order gradients are
         summed. ``bucket_layouts.py`` has the sources of the final buckets. In a rehearsal collectives complete on local
@@ -697,7 +697,7 @@ class TorchAdapter:
         return UndeclaredTensors(self.state, self._model)
 
     def _end_proof(self) -> None:
-        """Reset DDP's count of backward passes after a run without effect, if DDP had counted no trained step before.
+        """After a run without effect, reset DDP's count of backward passes if DDP had counted no trained step before.
 
         Such a run must not decide the layout of the buckets.
         """

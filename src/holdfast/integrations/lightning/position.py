@@ -142,7 +142,7 @@ def _made(value: Any) -> Any:
 
 
 class PositionedLoader:
-    """The training data of one loader, from the batch that the loops have reached, epoch after epoch.
+    """The training data of one loader, epoch after epoch. It begins at the batch that the loops have reached.
 
     If a trainer has several loaders, each is wrapped in its own object.
     """

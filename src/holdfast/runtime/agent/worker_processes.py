@@ -363,7 +363,7 @@ class Processes:
         self.adopt(order.assignment.member_id, child.pid, child)
 
     def _not_started(self, order: SpawnOrder, what: str, error: OSError, code: int) -> None:
-        """Report that a member, which could not be started, failed with exit code ``code``. Log the reason.
+        """Report a member that could not be started as failed with exit code ``code``. Log the reason.
 
         The recovery decides about another start.
         """

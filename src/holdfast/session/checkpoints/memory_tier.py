@@ -204,7 +204,7 @@ class MemoryTier:
         self._slots.finish()
 
     def renew(self, step: int) -> None:
-        """Replace the kept state of ``step``, if any, because the end of a turn or a new loop has changed the state."""
+        """Replace the kept state of ``step``, if any, after the end of a turn or a new loop has changed the state."""
         if self._slots is not None and step in self._slots.steps():
             self._keep(step, amended=True)
             self._slots.finish()

@@ -192,7 +192,7 @@ def _warn_of_others(root: Root) -> None:
 
 
 def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
-    """Warn if an unrelated run wrote a checkpoint later than the first of ``valid``, which has the highest step."""
+    """Warn if an unrelated run has written a checkpoint after the first of ``valid``, which has the highest step."""
     if len({v.save_id.run for v in valid if v.save_id}) < 2:
         return
     chosen = valid[0]

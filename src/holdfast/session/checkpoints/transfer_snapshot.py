@@ -1,4 +1,4 @@
-"""The state that a survivor gives to newcomers, if the script runs code before the block of the step.
+"""The state that a survivor gives to newcomers when the script runs code before the block of a step.
 
 Theory. When a rank is lost, some ranks may have run the code before the block (a learning rate set from the step, a
 recorded score) and others not. A newcomer that will run this code needs the state from before the code. A newcomer that

@@ -79,7 +79,7 @@ class Drawn:
         self._expected = self.record
 
     def reread(self, step: int, feed: Feed, load: Callable[[Feed], Sequence[Any]]) -> bool:
-        """Read and compare the batches of the step before ``step`` when a loop begins, if they can be compared.
+        """When a loop begins at ``step``, read the batches of the previous step and compare them, if this is possible.
 
         Args:
             step: the step at which this process begins.
@@ -112,7 +112,7 @@ class Drawn:
 
 
 def another_batch(rank: int, loader: Any, place: str) -> DataError:
-    """Return the error to raise if ``loader`` gives this rank another batch for ``place`` (in words) than before."""
+    """Return the error for a ``loader`` that gives this rank another batch for ``place`` (in words) than before."""
     sampler = type(getattr(loader, "sampler", None)).__name__
     # torch gives the second one to the loader of an IterableDataset.
     is_stream = sampler in ("NoneType", "_InfiniteConstantSampler")

@@ -37,7 +37,7 @@ class LoadedState:
         self._digests = self._digests_now()
 
     def copy(self, step: int) -> None:
-        """Before the script runs code again, copy the state of ``step`` that the loop restores, unless it is copied."""
+        """Before the script runs code again, copy the state of ``step`` for the loop, if there is no copy yet."""
         if not self._copied:
             self._copied = True
             self._adapter.begin(step)

@@ -54,7 +54,7 @@ class OwnValues:
         return self.own
 
     def warn_if_late(self) -> None:
-        """Warn, once, if the block that has ended has set ``own`` after its vote."""
+        """Warn once if the block has set ``own`` after its vote. Call this when the block has ended."""
         if self._at_vote and self._at_vote != [self.own]:
             self._at_vote = None
             log.warning(

@@ -322,7 +322,10 @@ def _finds(changed: Sequence[str]) -> str:
 
 
 def difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
-    """Return, as text, the first name whose two digests differ and the number of further ones; empty: all are equal."""
+    """Return a text with the first name whose two digests differ, and the number of further names.
+
+    The result is empty if all are equal.
+    """
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     if not names:
         return ""
@@ -380,7 +383,7 @@ def _is_ours(value: object) -> bool:
 
 
 def _grown(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> dict[str, int | str]:
-    """Return the counts that are larger in ``after``, and the generators that have advanced, with their new values."""
+    """Return the counts that are larger in ``after`` and the generators that have advanced, each with its new value."""
     return {name: value for name, value in after.items() if name in before and _advanced(before[name], value)}
 
 

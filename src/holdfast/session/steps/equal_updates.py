@@ -154,7 +154,7 @@ class EqualUpdates:
             self.variables.voted(mixed=tally.mixed)
 
     def committed(self, *, ended: bool) -> None:
-        """Record that the step of the newest vote, whose block has just ended, is committed.
+        """Record that the step of the newest vote is committed. Its block has just ended.
 
         Args:
             ended: an epoch has ended with it.

@@ -80,7 +80,7 @@ class NonfiniteCheck:
         return bool(found)
 
     def look_within(self, optimizer: str) -> bool:
-        """Return the result of the check for an update inside ``step.update(name)``, which is made before the vote.
+        """Return the result of the check for an update inside ``step.update(name)``. This update comes before the vote.
 
         Raises:
             UnsupportedError: the mode is ``skip``, which needs the vote before the update.

@@ -1,4 +1,4 @@
-"""The task thread of a rank, which carries out the orders of a decision when the rank's state machine commands it.
+"""The task thread of a rank. It carries out the orders of a decision when the rank's state machine commands it.
 
 Theory. The state machine of the rank (``core/worker/worker_machine.py``) is called *the machine* here. It keeps an
 order until the conditions of the order hold (``core/worker/decision_orders.py``), and then returns a command. A

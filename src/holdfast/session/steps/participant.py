@@ -151,7 +151,7 @@ class StepParticipant:
         return NO_MEMBER if self.client is None else self.client.member_id
 
     def take_place(self, generation: Generation) -> None:
-        """Make this process, a spare that was called, a newcomer that starts in ``generation``."""
+        """Make this process, a called spare, a newcomer that starts in ``generation``."""
         with self.changed:
             self._worker.take_place(self.member_id, generation)
             self.machine = self._worker.steps

@@ -202,7 +202,7 @@ class Verifier:
         return digest
 
     def _drop_unknown(self, collected: Collected) -> None:
-        """Stop comparing if the known layouts name tensors that this rank lacks, as layouts of an earlier start do."""
+        """Stop comparing if the known layouts, for example from an earlier start, name tensors that this rank lacks."""
         if self._copies is None:
             return
         layout = collected.layout(self._adapter.rank, self._adapter.world_size)

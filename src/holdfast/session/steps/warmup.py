@@ -11,7 +11,7 @@ from holdfast.session.steps.step import Step, StepRunner
 
 
 def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
-    """Yield steps that are never committed, so that kernels and buffers exist when the spare is called.
+    """Yield steps that are never committed. After these steps, kernels and buffers exist when the spare is called.
 
     Unlike the rehearsal of a newcomer, these steps include the update, which allocates the memory of the optimizer. The
     state of the survivors later replaces all values that the update changes.

@@ -388,7 +388,7 @@ def _enclosing(node: ast.AST, line: int) -> Iterator[ast.AST]:
 
 
 def _skips(block: ast.AST, line: int) -> Iterator[ast.expr]:
-    """Yield the conditions of the ``if`` statements before ``line`` that may skip the rest of ``block``."""
+    """Yield the conditions of ``if`` statements before ``line`` that may leave ``block`` early (``continue``)."""
     for node in ast.walk(block):
         if (
             isinstance(node, ast.If)

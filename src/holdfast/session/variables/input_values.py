@@ -1,4 +1,4 @@
-"""The check that a process that continues the job in a loop has the same inputs as the job had when the loop began.
+"""The check of the inputs of a loop in a process that continues the job: they must be those with which the loop began.
 
 Theory. The module ``loop_inputs.py`` defines the inputs of a loop. The digests of the inputs are rank-local values,
 from the start of the loop to its end. A process that continues in the loop has run the code before the loop again,

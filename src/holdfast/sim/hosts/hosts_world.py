@@ -511,9 +511,10 @@ class HostsWorld(World):
             self.history.commits(worker, worker.machine.step - 1, loss, ranks)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a host after ``delay_s`` virtual seconds; if 0, after the random time that a fork takes.
+        """Start workers on a host after ``delay_s`` virtual seconds.
 
-        From then on the job has the number of ranks that ``order`` names.
+        If it is 0, the delay is the random time that a fork takes. From then on the job has the number of ranks that
+        ``order`` names.
         """
         if order.world_size != self.world_size:
             self.world_size = order.world_size

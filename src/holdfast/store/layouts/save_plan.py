@@ -286,7 +286,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
 
 
 def _level(loads: Integers, size_bytes: int, copies: int) -> Integers:
-    """Return the number of bytes of one stream that each holder writes, so that the loads become as equal as possible.
+    """Return how many bytes of one stream each holder writes. The loads of the holders become as equal as possible.
 
     Args:
         loads: bytes that each holder writes already.

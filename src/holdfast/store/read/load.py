@@ -359,7 +359,7 @@ class BoxLoader:
 
 
 def _cover(region: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, list[Box]]], list[Box]]:
-    """Return the parts of a region that each box covers, by the index of the box, and the parts that no box covers."""
+    """Return the parts of a region that each box covers (by the index of the box), and the parts without a box."""
     given: list[tuple[int, list[Box]]] = []
     rest = [region]
     for n, box in enumerate(boxes):
@@ -522,7 +522,7 @@ class _Differences(msgspec.Struct):
     convertible: set[str]  # the mismatched ones that differ only in the dtype
 
     def refuse(self, optional: Sequence[str], strict: bool, where: Place) -> None:
-        """Raise an error if the checkpoint differs in a name, shape or dtype that the caller did not allow to differ.
+        """Raise an error if the checkpoint differs in names, shapes or dtypes in a way that the caller has not allowed.
 
         Raises:
             CheckpointMismatch: lists the first differences.

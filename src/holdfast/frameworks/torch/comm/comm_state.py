@@ -51,7 +51,7 @@ _PENDING_PRUNE = 512
 
 
 class GroupAborted(Aborted):
-    """The exception that ends a call of torch that must return data of a peer, because that peer is lost.
+    """The exception that ends a call of torch because a peer is lost whose data the call must return.
 
     A function that sends Python objects then completes on local data.
     """

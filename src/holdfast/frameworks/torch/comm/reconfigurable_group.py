@@ -242,7 +242,7 @@ class ReconfigurableGroup(OuterGroup):
         return GuardedWork(fabric, what, work, results, way, fill, after, count)
 
     def _put_back(self, what: str, call: SetupCall | None, outputs: list[Any]) -> bool:
-        """Give a newcomer the result that the lost process got from a collective before the first step, if it is kept.
+        """In a newcomer, return the kept result of a collective before the first step, as the lost process got it.
 
         A spare waits here until its rank is known.
         """
