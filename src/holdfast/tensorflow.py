@@ -212,7 +212,7 @@ class _Once:
         self._logs = logs
 
     def finish(self) -> None:
-        """Call the callback's hook for the end of training, if its hook for the begin was called."""
+        """Call the callback's hook for the end of training, if its hook for the start of training was called."""
         if self._began:
             self._end(self._logs)
 

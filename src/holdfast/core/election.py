@@ -426,7 +426,7 @@ class Election:
             self._timer("alone", self.config.alone_s)
 
     def _has_witness(self, electorate: VoterSet) -> bool:
-        """Return True if this agent is one of two voters, and the witness decides which of them continues."""
+        """Return True if this agent is one of two voters, and a witness decides which of them continues."""
         pair = len(electorate.voters) == 2 and self.me in electorate.voters
         return pair and electorate.witness and self.kept.committed
 

@@ -32,7 +32,7 @@ class Told(NamedTuple):
 
 
 class Meeting:
-    """The jobs that one agent knows of before it belongs to one, from the messages of connected agents.
+    """The jobs that one agent knows from the messages of connected agents, before it belongs to a job itself.
 
     Args:
         job: name of the job that this agent belongs to; empty if it belongs to none.

@@ -68,7 +68,7 @@ def _is_ours(path: Path) -> bool:
     """Return True if the secret exists as a plain file of this user, False if it is missing.
 
     Raises:
-        AuthError: it exists in another form, or cannot be looked for.
+        AuthError: it exists in another form, or the directory cannot be searched.
     """
     try:
         os.listdir(path.parent)  # makes a network file system ask its server again

@@ -13,7 +13,7 @@ it.
 
 The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (modification time and content) is one
 request. Every checkpoint holds the version that was answered last, so a file that is left over does not stop the next
-run. A file that exists when a job begins, and was not answered before, is answered at the first step. A process that
+run. If a file exists when a job begins, and was not answered before, it is answered at the first step. A process that
 joins a running job ignores the version that it finds. An ignored request is logged in one line. A file that cannot be
 read causes one warning.
 """

@@ -41,7 +41,7 @@ class RankSeen(NamedTuple):
 
     @property
     def born(self) -> int:
-        """A number that is equal for ranks whose processes have started together, and greater for later ones.
+        """A number that is equal for ranks whose processes have started together, and greater for later starts.
 
         The members of one start have ids in the order of their ranks.
         """

@@ -336,7 +336,7 @@ class Departures:
         return Ladder.parse(self.job.config.on_fault).tries("node")
 
     def _others_stand(self) -> bool:
-        """Return True if the nodes that stay are a majority of the voters, and hold the whole state."""
+        """Return True if the remaining nodes are a majority of the voters, and hold the whole state."""
         job, voters = self.job, self.job.liveness.voters
         if job.config.library:
             return False

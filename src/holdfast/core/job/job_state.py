@@ -129,7 +129,7 @@ class Job:
 
     @property
     def sealed_here(self) -> int:
-        """Newest step that was sealed by the present members, or by the recovery that chose them; -1 if there is none.
+        """Newest step that the present members have sealed, or the recovery that chose these members; -1: no such step.
 
         A checkpoint that is sealed late for an older roster is not evidence. All ranks may have gone back since then,
         and may be running the step of that checkpoint again.
@@ -442,8 +442,8 @@ class Job:
     def device_failed(self, member: Member, failure: Failure, *, certain: bool) -> bool:
         """Record an error that the device of this member may have caused.
 
-        Returns: True if the error does not count as an error of the script, because a device has certainly failed, or
-        because it may have failed and another device is free to try.
+        Returns: True if the error does not count as an error of the script. Either a device has certainly failed, or
+        the device may have failed and another device is free to try.
         """
         node, slot = member.node_id, member.local_rank
         noted = DeviceFailure(

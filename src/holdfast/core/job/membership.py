@@ -104,7 +104,7 @@ class Member(msgspec.Struct, kw_only=True):
 
     @property
     def stays(self) -> bool:
-        """True if user code of this member raised, but its process keeps the state until it is sent Release."""
+        """True if user code of this member raised, and its process keeps the state until it receives ``Release``."""
         return self.failed is not None and self.failed.stays and not self.may_end
 
 

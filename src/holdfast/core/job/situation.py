@@ -215,9 +215,9 @@ CAUSE_OF: dict[FaultKind, str] = {
 def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
     """Return the failures that caused this recovery, without repetitions of the same failure on other ranks.
 
-    These are the failures of dead ranks. If no rank died, all failures count. Two kinds do not count: exceptions that a
-    lost peer causes, and (if a rank died) members that left because of the fence. An error that the user has to fix is
-    first in the result, even if a rank died: every start would raise it again.
+    These are the failures of dead ranks. If no rank died, all failures count. Two kinds do not count: exceptions
+    caused by a lost peer and, if a rank died, members that left because of the fence. An error that the user has to
+    fix is first in the result, even if a rank died: every start would raise it again.
     """
     found = [f for f in faults if "planned" not in f.passed]
     wrong = [f for f in found if f.failure and f.failure.user_error]

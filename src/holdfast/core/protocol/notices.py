@@ -128,7 +128,7 @@ class Notices:
         return True
 
     def over(self, order: NoticeOver) -> None:
-        """Remove the notices that ``order`` declares over, so that they are not sent again."""
+        """Remove the notices that have ended according to ``order``, so that they are not sent again."""
         for node_id, source in list(self._standing):
             if node_id == order.node_id and order.source in ("", source):
                 del self._standing[node_id, source]

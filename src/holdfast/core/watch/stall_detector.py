@@ -6,14 +6,15 @@ has made no progress for longer than that worker's time limit. A rank that waits
 early. That is harmless, because the limit of the slow rank counts. Which rank is to blame is decided later
 (``core/watch/hang_attribution.py``).
 
-Time limits (bounds) come from robust statistics: a factor times the median of the recent steps, at least a floor, and
-at least a multiple of the longest pause in the same phase after which a worker moved again. Before there are samples,
-the limits are generous. Outside of steps they are also generous: the script announces sections by name, and their
-limits are learned by name. A script without a session shows only its collectives. A collective in progress has a limit
-learned from the time between collectives; other code of such a script has a generous limit.
+Time limits (bounds) come from robust statistics. A limit is a factor times the median of the recent steps. It has a
+fixed minimum, and is at least a multiple of the longest pause in the same phase after which a worker moved again.
+Before there are samples, the limits are generous. Outside of steps they are also generous: the script announces
+sections by name, and their limits are learned by name. A script without a session shows only its collectives. A
+collective in progress has a limit learned from the time between collectives; other code of such a script has a
+generous limit.
 
-A process that starts while the other ranks train (a newcomer, a spare) is judged alone. It is *late* when it has made
-no progress for many times as long as the start of other processes took, or when it is stopped.
+A process that starts while the other ranks train (a newcomer, a spare) is judged alone. It is *late* when it is
+stopped, or when it has made no progress for many times the duration of other starts.
 
 Invariants:
 1. A stall is reported once, and withdrawn once when any worker moves.

@@ -225,7 +225,7 @@ NO_REWIND = -1
 
 
 def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
-    """Return True if the script runs code that belongs to the state, and is expected back at its next step."""
+    """Return True if the script runs code that belongs to the state, and is expected to reach its next step."""
     awaited = RULES[position].awaited
     if attendance in (A.EXPECTED, A.STEPS_IN_SECTION):
         return awaited != ""
@@ -381,7 +381,7 @@ class ScriptMachine:
 
     @property
     def unfinished(self) -> bool:
-        """True if the loop that opened last has not reached its end, whether or not the script is still in it."""
+        """True if the newest loop has not reached its end. The script may have left this loop already."""
         return self._unfinished
 
     @property

@@ -43,7 +43,7 @@ VECTOR_LENGTH = len(FIELDS)
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
-    """The ballot of one rank in the vote of ``step`` or, with ``between``, in a vote just before that step."""
+    """The ballot of one rank in the vote of ``step``. With ``between``, it is for a vote just before that step."""
 
     step: int
     unsound: bool = False  # a collective of this rank broke: its gradients must not be used

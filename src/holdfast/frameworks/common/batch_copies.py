@@ -1,4 +1,4 @@
-"""Copies of a batch's containers, so that a block that changes a container does not change the next copy.
+"""Copies of a batch's containers. A block that changes a container of one copy does not change the next copy.
 
 Theory. A batch is a tree. Its inner nodes are containers: dict, list, tuple, named tuple, dataclass, any mutable
 mapping, subclasses of these, and small objects that consist of their attributes (DETR's ``NestedTensor``, the

@@ -397,7 +397,7 @@ class MarksTensors(Protocol):
     """An adapter that can detect whether a block has written into a tensor of its batch."""
 
     def mark(self, item: Any) -> object:
-        """Return a mark of tensor ``item``, which differs from a later mark if the tensor was written in between.
+        """Return a mark of tensor ``item``. A later mark differs from it if the tensor was written in between.
 
         Return None if ``item`` is not a tensor.
         """

@@ -158,7 +158,7 @@ class TcpGroupAdapter(Generic[Kept]):
             self.remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates and the user's own state, which the script may change before the block of ``step``."""
+        """Copy learning rates and the user's own state. The script may change them before the block of ``step``."""
         self.state.take_before(step)
 
     def vote(self, vector: list[int]) -> list[int]:

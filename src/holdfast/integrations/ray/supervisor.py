@@ -264,7 +264,7 @@ class Supervisor:
 
     @property
     def _interrupted(self) -> bool:
-        """True if all launchers have left because a node was lost, and no process has requested the end."""
+        """True if all launchers have left because a node was lost, although no process has requested the end."""
         if self._leaving or not self._codes or any(node.active for node in self._nodes):
             return False
         return not set(self._codes) & set(ENDS) and any(

@@ -391,7 +391,7 @@ class Processes:
             loop.call_soon(self._died, life)
 
     def listen(self, member_id: MemberId) -> None:
-        """Start to watch the lock in a worker's status page, which the worker holds until its exit begins."""
+        """Start to watch the lock in a worker's status page. The worker holds this lock until its exit begins."""
         life = self.living.get(member_id)
         if life is None or life.pidfd < 0 or life.listened:
             return

@@ -245,7 +245,7 @@ def _read(pointer: Path) -> Pointer | None:
 
 
 def _check_owner(path: Path) -> None:
-    """Check that no other user may have made ``path``, which could lead this process to another agent.
+    """Check that no other user may have made ``path``: such a path could lead this process to a foreign agent.
 
     Raises: AuthError.
     """

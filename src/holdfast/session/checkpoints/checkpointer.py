@@ -564,7 +564,7 @@ class Checkpointer:
         )  # fmt: skip
 
     def _wrote(self, size_bytes: int) -> None:
-        """Count ``size_bytes`` of a last-gasp as progress, and check that the model holds the trained weights."""
+        """Count ``size_bytes`` of a last-gasp save as progress, and check that the model holds the trained weights."""
         if self._rank.client is not None:
             self._rank.client.moved(size_bytes)
         self._require_weights()

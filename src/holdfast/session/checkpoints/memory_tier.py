@@ -1,10 +1,11 @@
 """The memory tier of a session: this rank's state of every N-th step, in shared memory that outlives the process.
 
-Theory. If only one rank holds a box, the loss of that rank is the loss of the box. So each rank copies its whole state
-(tensors, plain values, data position) into the run's shared memory (``store/shared_memory/memory_slots.py``). Such a
-copy is called a *kept state*. It is made before the status page shows the step as committed, so the process that
-replaces the rank finds the state of exactly that step. With N above 1, after a loss all ranks go back to the newest
-step that every rank has in the tier, and run the later steps again. The surviving processes do this without a restart.
+Theory. If only one rank holds a box, the loss of that rank is the loss of the box. So each rank copies its whole
+state (tensors, plain values, data position) into the run's shared memory (``store/shared_memory/memory_slots.py``).
+Such a copy is called a *kept state*. It is made before the status page shows the step as committed. So the process
+that replaces the rank finds the state of exactly that step. With N above 1, after a loss all ranks go back to the
+newest step that every rank has in the tier, and run the later steps again. The surviving processes do this without a
+restart.
 
 Without an N (``AUTO``), the tier is on if some box has only one holder. A rank can then afford a copy if the last copy
 took less than the fraction ``SHARE`` of the time since that copy. So only cheap copies are made at every step. After a
@@ -13,11 +14,11 @@ whether it can afford a copy (``core/worker/vote.py``). All ranks keep the state
 
 Invariants:
 1. All ranks keep the states of the same steps.
-2. If the state of step s is kept, the status page shows READY(s), which means that s steps are committed, only when
-   that state is in memory. Changes that the script makes after the block belong to this state. They are added (the
-   state is *amended*) when the script asks for the next step (``after_block.py``). From then on the kept state is
-   *whole*. With several nodes only whole states are reported, given and loaded. On one node, a state that is not whole
-   is also loaded if no other rank has amended its state.
+2. READY(s) on the status page means that s steps are committed. If the state of step s is kept, the page shows
+   READY(s) only when that state is in memory. Changes that the script makes after the block belong to this state.
+   They are added (the state is *amended*) when the script asks for the next step (``after_block.py``). From then on
+   the kept state is *whole*. With several nodes only whole states are reported, given and loaded. On one node, a
+   state that is not whole is also loaded if no other rank has amended its state.
 3. A lack of shared memory ends the tier with a warning, and never the training.
 """
 

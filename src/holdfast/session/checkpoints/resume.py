@@ -180,7 +180,10 @@ def _named(resume: str) -> Found:
 
 
 def _warn_of_others(root: Root) -> None:
-    """Warn at a fresh start if ``root`` has other runs' checkpoints, which ``resume="auto"`` may later take."""
+    """At a fresh start, warn if ``root`` has checkpoints of other runs.
+
+    ``resume="auto"`` may later take one of them.
+    """
     names = root.names()
     if names:
         log.warning(

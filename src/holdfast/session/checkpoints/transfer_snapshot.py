@@ -48,9 +48,9 @@ class TransferSnapshot:
             The state, and whether it also is the state from after the code before the block of the step.
 
         Raises:
-            StateError: the code before the block has changed the names or shapes of the tensors, so that newcomers and
-                survivors would have other tensors. The script is then recorded as one that does not return to its
-                loop, so that the next decision restarts all ranks.
+            StateError: the code before the block has changed the names or shapes of the tensors, so that newcomers
+                and survivors would have other tensors. The script then counts as one that does not return to its
+                loop. So the next decision restarts all ranks.
         """
         rank, adapter = self._rank, self._adapter
         at_block = rank.script.gives(aborted=frozen) == "now"

@@ -2,13 +2,13 @@
 
 Theory. A replacement, and each rank after a restart, seeks its position in the data. The loader may then give other
 samples than before: its order may depend on the number of times that this process has iterated it, or the dataset may
-have changed. The job would then silently train on other data. So each rank keeps a record of the step whose batches it
-drew last: the number of the step, the data position before it, and the digests of the batches. The record is one of the
-rank-local values: it is on the status page from the start of the block, and in each checkpoint. The next process of the
-rank compares its batches with the record. If it runs that step again, it draws the batches anyway. If it starts after
-that step, it reads the batches of that step only for the comparison, which moves its feed to the right position. A
-block may change its batch in place and then run again. For the second run the batch is drawn again, and this draw is
-compared as well.
+have changed. The job would then silently train on other data. So each rank keeps a record of the step whose batches
+it drew last: the number of the step, the data position before it, and the digests of the batches. The record is one
+of the rank-local values: it is on the status page from the start of the block, and in each checkpoint. The next
+process of the rank compares its batches with the record. If it runs that step again, it draws the batches anyway. If
+it starts after that step, it reads the batches of that step only for the comparison. This also moves its feed to the
+right position. A block may change its batch in place and then run again. For the second run the batch is drawn again,
+and this draw is compared as well.
 
 Invariants:
 1. A difference raises an error before the block of the next step begins.

@@ -2,11 +2,11 @@
 
 Theory. A process that continues a job runs the script from its top. The code before the job's loop (before
 ``s.epochs(N)``, and at the start of the open epoch) runs again, and the loaded state already includes its effect.
-Where the loop begins, learning rates, schedules, buffers and the user's state are restored, as after an aborted
-block. Weights and optimizer state are not, because copies of them would double the memory. Code that writes them (a
-clustering that sets prototypes at the start of an epoch, a pretrained file that is loaded after the session was
-entered) would change them a second time. All ranks would make the same error, so no comparison of the ranks would
-show it. So the digests of the loaded tensors are compared where an epoch or the loop begins.
+When the loop begins, learning rates, schedules, buffers and the user's state are restored, as after an aborted block.
+Weights and optimizer state are not, because copies of them would double the memory. Some scripts write weights in
+that code: a clustering sets prototypes at the start of an epoch, or a pretrained file is loaded after the session was
+entered. This would change the weights a second time. All ranks would make the same error, so no comparison of the
+ranks would show it. So the digests of the loaded tensors are compared where an epoch or the loop begins.
 
 Invariant: a process enters the loop of the job with the weights and the optimizer state that it has loaded.
 """

@@ -5,12 +5,12 @@ position of its feed. A process that starts again runs the script again. The loo
 seeks its position, and the loops before it yield nothing. When the job goes back without a restart, the open loop also
 seeks.
 
-A restarted process also runs the code between two loops again (a scheduler's step after an epoch), although the loaded
-state already includes the effect of that code. So learning rates, schedulers, buffers and the user's state are restored
-when the saved loop opens, as after an aborted block. If all ranks restart between two loops, or at a step before which
-the script ran code, that code runs again from copies of the state before it (``Adapter.remember``). A script may count
-the end of a loop from the current step (``until=s.step + N``). The place therefore holds the steps at which the loop
-began and ends, and a process that joins the loop later uses that end.
+A restarted process also repeats the code between two loops (a scheduler's step after an epoch). The loaded state
+already includes the effect of that code. So learning rates, schedulers, buffers and the user's state are restored
+when the saved loop opens, as after an aborted block. All ranks may restart between two loops, or at a step before
+which the script ran code. Then that code runs again, from copies of the state from before the code
+(``Adapter.remember``). A script may count the end of a loop from the current step (``until=s.step + N``). The place
+therefore holds the steps at which the loop began and ends, and a process that joins the loop later uses that end.
 
 Invariants:
 1. A step that runs again gets the same batch.
@@ -749,7 +749,7 @@ class Loops:
     def digests_of(self, step: int) -> list[int]:
         """Return the digests of the batches that this rank has drawn for ``step``.
 
-        They are empty if they are not known, or if the loader gives plain numbers, which are not data.
+        The result is empty if the digests are not known, or if the loader gives plain numbers, which are not data.
         """
         record = self._proof.record
         if record is None or record["step"] != step or self._proof.numbered:

@@ -86,8 +86,9 @@ class Helper(NamedTuple):
     def has_counted(self, first: int, turns: int, steps: int) -> str:
         """Return, in words, the variable with which this generator has counted the turns of its loop; empty: none.
 
-        The text also names the variable with the limit of the count, and the place of the generator. A block that runs
-        again takes another turn of the loop, so a generator that counts turns ends the loop before the last step.
+        The text also names the variable with the limit of the count, and the place of the generator. A block that
+        runs again takes one more turn of the loop. So a generator that counts turns ends the loop before the last
+        step.
 
         Args:
             first: step at which this process began the loop.
@@ -107,7 +108,7 @@ class Helper(NamedTuple):
 
 
 def helper(caller: FrameType) -> Helper | None:
-    """Return the generator of the script that now asks for a step, if ``caller`` is the frame of one.
+    """Return the generator of the script that now asks for a step, if ``caller`` is the frame of such a generator.
 
     None: ``caller`` is not a generator, or its code uses ``committed`` or ``number`` of a step, so that it can count
     steps instead of turns.

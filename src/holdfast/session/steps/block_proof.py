@@ -10,8 +10,8 @@ compared with the run for the job. The results (gradients, buffers, declared sta
 differ, two more check runs use deterministic algorithms. Kernels that add in any order then give equal results. An
 impure block still gives different results, and is refused before it has made an update.
 
-The script's variables on which the updates depend are compared as well, because a difference between them may change
-the results only at a later step (an array of past losses).
+The script's variables on which the updates depend are also compared. A difference between them may change the results
+only at a later step (an array of past losses).
 
 The collectives that the script itself makes also count as results. In a check run they return local data. A script
 that keeps such a value for later blocks would compute with wrong data. If each block makes the collective, and only the

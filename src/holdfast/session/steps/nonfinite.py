@@ -94,7 +94,7 @@ class NonfiniteCheck:
         return self.end()
 
     def read(self, tally: Tally) -> Tally:
-        """Return ``tally``. In mode ``stop``, mark it as not passed if gradients of any rank hold inf or nan."""
+        """Return ``tally``. In mode ``stop``, mark the tally as not passed if gradients of any rank hold inf or nan."""
         if not tally.nonfinite or self._mode != "stop":
             return tally
         return msgspec.structs.replace(tally, passed=False, reason="gradients hold inf or nan")

@@ -66,7 +66,7 @@ class OrderTasks:
         self._copying = threading.Lock()
 
     def copy(self, make: Callable[[], None]) -> bool:
-        """Call ``make``, which copies the state that a tentative update of an open block is about to change.
+        """Call ``make``, a function that copies the state which a tentative update of an open block is about to change.
 
         An order reads the state itself if there is no copy, and may take seconds to read it. So under a fence
         ``make`` is not called, and the update must not be made.

@@ -344,7 +344,7 @@ class StepParticipant:
             self.client.page.enter(phase, self.machine.step)
 
     def announce(self, section: str) -> None:
-        """Show on the status page that a section begins, in which a long time without progress is not a hang."""
+        """Show on the status page that a section begins. In a section, a long time without progress is not a hang."""
         if self.client is not None:
             self.client.page.announce(section)
             if not self.fenced:

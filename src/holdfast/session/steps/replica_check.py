@@ -67,7 +67,7 @@ class Verifier:
 
     @property
     def active(self) -> bool:
-        """True if copies are compared now, or will be when the layouts of the other ranks are known."""
+        """True if copies are compared now, or will be compared as soon as the layouts of the other ranks are known."""
         return self._compares is not None
 
     def slice(self, step: int) -> tuple[int, int]:
@@ -211,7 +211,7 @@ class Verifier:
             self._copies = None
 
     def _refresh(self) -> bool:
-        """Take over the newest layouts of all ranks. Return True if they are newer than those used before."""
+        """Take over the newest layouts of all ranks. Return True if they are newer than the previous layouts."""
         rank = self._rank
         assert self._compares is not None
         with rank.changed:

@@ -11,8 +11,8 @@ To *foretell* an update is to make it in advance on a copy of the state, and to 
 Invariants:
 1. The update of a step is in the log before the rank enters the vote of the step.
 2. An update since the newest kept state is never overwritten.
-3. The log is used only after one of its updates was foretold with the same bits as the real update. The log is removed
-   as soon as it is seen that the state has changed by something other than updates.
+3. The log is used only after one of its updates was foretold with the same bits as the real update. The log is
+   removed as soon as a change of the state is found that no update has made.
 """
 
 from __future__ import annotations

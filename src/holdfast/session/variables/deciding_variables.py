@@ -171,8 +171,8 @@ def scope_of(file: str, line: int) -> ast.AST:
 def lasting_variables(places: Places) -> frozenset[str]:
     """Return the variables of the outermost of ``places`` that the script does not reset at the start of an epoch.
 
-    The outermost loop, with the functions that it calls, computes their new values only from their old values, or
-    sets them under conditions that do not depend on the position in an epoch.
+    The outermost loop (with the functions that it calls) sets such a variable in two ways only: from its old value,
+    or under a condition that does not depend on the position in an epoch.
     """
     loop = outermost_loop(places)
     reset = _names_of_items(loop)

@@ -1,8 +1,8 @@
 """The check of the inputs of a loop in a process that continues the job: they must be those with which the loop began.
 
 Theory. The module ``loop_inputs.py`` defines the inputs of a loop. The digests of the inputs are rank-local values,
-from the start of the loop to its end. A process that continues in the loop has run the code before the loop again,
-and compares the digests where it enters the loop. If the job is at the end of an epoch, only the inputs that are set
+from the start of the loop to its end. A process that continues in the loop has run the code before the loop again. It
+compares the digests when it enters the loop. If the job is at the end of an epoch, only the inputs that are set
 outside of epochs are compared. Ranks may have different inputs (the cluster assignments of their own samples), so
 each rank is compared with its own earlier values.
 

@@ -6,15 +6,15 @@ variable in the loss changes the gradients of all ranks alike, because they are 
 shows it. The source is searched for such variables, and their values are compared:
 
 - between the ranks, when a replacement votes for the first time (``equal_updates.py``);
-- with the state, in a process that continues the job, and when all ranks are replacements. (Ranks that make other
-  collectives in a block may be lost one after the other, before any vote.) The state holds the values at the first
-  and at the newest step of the job (``variable_history.py``);
+- with the state, in a process that continues the job. This also covers a job in which all ranks are replacements,
+  because ranks may be lost one after the other, before any vote. The state holds the values at the first and at the
+  newest step of the job (``variable_history.py``);
 - with the rank-local values, if the ranks have different values. The rank-local values hold the values of each rank
   at the same two steps. Arrays that only some steps fill are often the data of one rank, so they are only compared in
   this way. The same applies to a variable that has an object where it was None before (``teacher = None``). Only the
   presence of such an object is compared;
-- with the rank-local values at the end of the first step that has changed a variable, because at the update of that
-  step the variable still has its initial value.
+- with the rank-local values, at the end of the first step that has changed a variable. At the update of that step the
+  variable still has its initial value.
 
 A warning names the variables when they change for the first time, before any fault. Another warning names variables
 that decide whether a file is saved (the best result so far): a new process would replace the file of the best result.

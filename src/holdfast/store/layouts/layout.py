@@ -124,7 +124,7 @@ class Declaration(msgspec.Struct, frozen=True):
         return cut_box(row.shape, self.cells[row.place])
 
     def check(self, places: Iterable[tuple[int, int]]) -> None:
-        """Raise an error if a row refers to a cell or box that is missing, or to a cell of other dimensions.
+        """Raise an error if a row refers to a missing cell or box, or to a cell with another number of dimensions.
 
         Args:
             places: pairs (``place`` of a row, number of dimensions of the row's tensor), from :func:`places_of`.

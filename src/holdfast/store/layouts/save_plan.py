@@ -2,13 +2,13 @@
 
 Theory. The boxes that the same set of living ranks holds, one after the other in the order of the catalogue, form one
 *stream* of bytes. Each stream is divided among its holders: each holder writes one byte range, its *stretch*. The
-lengths of the stretches make the loads of all holders as equal as possible. Streams with few holders are divided first,
-because they leave the least choice. Laid end to end, the stretches run ``copies`` times through the stream (after its
-end they continue at its start). So they cover every byte ``copies`` times, and no stretch contains a byte twice. The
-ends of a stretch are moved to offsets at which a box may be cut. A cut lies between two rows of the box's first
-dimension longer than 1, so that every part of a box is one contiguous byte range. All of this is arithmetic on grids
-and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` are all ranks for a
-periodic checkpoint, and the living ranks for a last-gasp checkpoint.
+lengths of the stretches make the loads of all holders as equal as possible. Streams with few holders are divided
+first, because they leave the least choice. Laid end to end, the stretches run ``copies`` times through the stream
+(after its end they continue at its start). So they cover every byte ``copies`` times, and no stretch contains a byte
+twice. The ends of a stretch are moved to offsets at which a box may be cut. A cut lies between two rows of the first
+dimension that is longer than 1. So every part of a box is one contiguous byte range. All of this is arithmetic on
+grids and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` are all ranks
+for a periodic checkpoint, and the living ranks for a last-gasp checkpoint.
 
 Invariants:
 1. The plan is a pure function of (catalogue, sources, copies): integers only, ties broken by name and rank.

@@ -54,7 +54,7 @@ class BoxRecordHolders(msgspec.Struct, frozen=True):
 def holdings(path: Place, pattern: str = "*") -> Iterator[BoxRecordHolders]:
     """Iterate over the boxes, with holders, of the tensors whose names match ``pattern`` (``fnmatch``).
 
-    The boxes are computed one after the other, because there may be as many as tensors times ranks.
+    The boxes are computed one after the other, because their number may be the number of tensors times that of ranks.
 
     Raises:
         CheckpointInvalid: the checkpoint is not valid (raised at once, not during the iteration).

@@ -431,7 +431,7 @@ class Mapped:
 
 
 def _read(path: Path, data: memoryview) -> StoredState:
-    """Return the state in a slot, after a check that its boxes lie inside the slot. The boxes are not verified.
+    """Return the state in a slot. Its boxes must lie inside the slot; their content is not verified.
 
     Raises:
         CheckpointInvalid: the slot holds no valid state.

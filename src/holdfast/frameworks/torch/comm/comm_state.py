@@ -355,7 +355,10 @@ class CommState:
         return self.looped
 
     def give_up(self, what: str) -> None:
-        """Return if a collective of a poisoned process may complete on local data. Raises: PeerLost, GroupAborted."""
+        """Return if a collective of this poisoned process may complete on local data; otherwise raise an error.
+
+        Raises: PeerLost, GroupAborted.
+        """
         if not self.shielded:
             raise PeerLost(
                 f"{what}: a peer is lost ({self.reason})",
@@ -377,7 +380,7 @@ class CommState:
             raise GroupAborted(f"{what}: nothing is kept of what it returned in the lost process")
 
     def note_call(self, what: str, *, by_function: bool = False) -> None:
-        """Record a collective that completes on local data, if this is loopback and the script itself makes it.
+        """Record a collective of the script that completes on local data, if this is loopback.
 
         ``by_function``: a function of ``torch.distributed`` has called this method.
         """

@@ -28,9 +28,9 @@ class _Unknown(Exception):
 def digest_of_content(value: object, left_out: Set[int] = frozenset()) -> int | None:
     """Return a digest of the content of ``value``. Waits for the device.
 
-    Return None if ``value`` is, or holds, an object other than dense tensors, modules, arrays, plain values, and lists,
-    tuples, deques, sets and dicts of them. Of a module, parameters and buffers count. The content of a file that is
-    mapped into memory does not count.
+    The accepted types are dense tensors, modules, arrays, plain values, and lists, tuples, deques, sets and dicts of
+    these. For any other object in ``value``, return None. Of a module, parameters and buffers count. The content of a
+    file that is mapped into memory does not count.
 
     Args:
         left_out: addresses of memory (``tensor_memory.address_of``). The numbers of tensors there do not count.

@@ -78,7 +78,7 @@ class HandCut:
 
     @cached_property
     def _apart(self) -> dict[str, list[tuple[str, TensorEntry]]]:
-        """Lists of optimizer entries that fewer ranks hold than hold the parameter, by optimizer and parameter."""
+        """Optimizer entries with fewer holders than their parameter has, as lists by optimizer and parameter."""
         found: dict[str, list[tuple[str, TensorEntry]]] = {}
         tensors = self._catalogue.by_fqn
         for entry in self._catalogue.tensors:

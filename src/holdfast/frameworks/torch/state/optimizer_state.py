@@ -436,7 +436,7 @@ class OptimizerState:
         return hyperparameters(self.optimizer)
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write the settings of parameter groups back, and remove the groups that were added after ``groups``."""
+        """Write ``groups``, settings of parameter groups, back. Remove the groups that were added later."""
         del self.optimizer.param_groups[len(groups) :]
         set_hyperparameters(self.optimizer, groups)
 
@@ -487,8 +487,8 @@ class OptimizerState:
 
         Otherwise the saved state would be dropped silently. The kinds are compared by class and by settings. Names of
         state values are not compared: an optimizer creates its state at its first update, and none for a parameter
-        without a gradient. Old checkpoints do not name the class. They are refused only if each side has settings that
-        the other side lacks, because versions of torch also differ in settings.
+        without a gradient. Old checkpoints do not name the class. Versions of torch also differ in settings. So old
+        checkpoints are refused only if each side has settings that the other side lacks.
         """
         here, then = self.kind(), saved.get("class", "")
         if here == then:

@@ -42,7 +42,7 @@ class WeightSample:
         self._noted: _Noted | None = None
 
     def note(self) -> None:
-        """Record the present weights as the right ones."""
+        """Record the present weights as the trained weights."""
         places, known = self._places(), self._noted
         if not all(places):  # there is no weight, or the script has taken its memory away for a while
             self._noted = None

@@ -91,7 +91,7 @@ def places_in(
 
 
 def _wraps(holder: object, known: Collection[int], trained: Collection[int]) -> bool:
-    """Return True if an object holds a known object in an attribute, and nothing that is trained."""
+    """Return True if an object holds a known object in an attribute, and holds no trained object."""
     if holder is None or _is(holder, *_CONTAINERS):
         return False
     own = _attributes(holder)

@@ -1,4 +1,4 @@
-"""The refusal of gradients that a block leaves over, and to which the next block would add.
+"""The refusal of gradients that a block leaves behind, so that the next block would add to them.
 
 No checkpoint holds gradients, and an aborted step drops them. So a sum over several blocks would be lost in any fault
 and at every resume. A gradient is refused only if three things hold: it existed when the block began, it is still there

@@ -7,8 +7,8 @@ when a later step begins, and one of two conditions holds:
 1. a module that is not part of the session has registered them (``AveragedModel``, a loss with a center), or
 2. they have the shapes of weights of a model: weights with at least half of the model's trained elements.
 
-A counter counts as well, if it is an attribute of an object that holds state of the session in another attribute
-(YOLO's ``ModelEMA``: ``ema`` is a module, ``updates`` decides on its decay). A counter that equals a number in the
+A counter is also found if its object holds state of the session in another attribute. An example is YOLO's
+``ModelEMA``: ``ema`` is a module, and its decay depends on ``updates``. A counter that equals a number in the
 session's state is a copy of that number.
 
 Two kinds of change count. The tensor itself was written. Or a container that existed before the first step holds
