@@ -14,7 +14,7 @@ The shell in this module is the code of the agent process that starts and signal
 
 Invariants:
 1. A spare is not a member: none of its messages leaves the node, it is in no roster, votes in no step and serves no
-state.
+   state.
 2. A spare is called once, for one seat.
 3. Spares are built only while every worker of the node trains, never during a recovery.
 """

@@ -16,7 +16,7 @@ shows the three tables, and a test compares them.
 The state machine is not thread-safe: main thread, client thread and task thread share it under the lock of its owner.
 
 Invariants:
-1. The script has one position before a block, another one in the block, and another one after the block.
+1. The script has three different positions: before a block, in the block, and after the block.
 2. A survivor gives its present state in three cases only: the script waits at its block, the block was aborted, or
    another library drives the loop. Otherwise it gives the state of the last boundary between two steps.
 3. A recovery waits for the script only in a position in which the script may change the state.

@@ -5,9 +5,9 @@ recorded score) and others not. A newcomer that will run this code needs the sta
 will not run the code needs the state from after the code. The boxes of one newcomer come from several survivors, so all
 survivors must give the same of the two states.
 
-Every rank copies the state that the code may change, before the code runs (``Adapter.remember``). So every survivor can
-give the state from before the code, and that is the state that it gives. A survivor that waits at its block, or whose
-block was aborted, compares its present state with the copies. If they are equal, the given state is also the state from
+Every rank copies the state that the code may change, before the code runs (``Adapter.remember``). So every survivor
+can give the state from before the code, and it gives this state. A survivor that waits at its block, or whose block
+was aborted, compares its present state with the copies. If they are equal, the given state is also the state from
 after the code. Only then may the newcomer skip the code, and it does so if the lost rank had begun the block. In all
 other cases the newcomer runs the code. The state from after the code would not do for a newcomer: a pass in training
 mode changes buffers by the data of its rank.

@@ -9,7 +9,7 @@ of a function that has returned are also renamed, and so are the global variable
 contain the name of that function or module. The name of a function is looked up in the running script, so the search
 needs the frames of the script on the stack. A library may have wrapped a module of the script
 (``DistributedDataParallel``, ``torch.compile``). A call of the wrapper counts as a call of the wrapped module. If a
-variable of the script has this module, the variable gives its name.
+variable of the script holds the wrapped module, the module gets the name of this variable.
 
 A branch that cannot run with the present flags is left out. Flags are options of ``argparse``, and bools that the
 loop does not set. Functions of libraries are not inlined, nor are functions more than ``DEPTH_MAX`` calls deep. At
@@ -111,7 +111,7 @@ def with_bodies(
     Args:
         place: file and line that a stack frame executes now; the nodes are in the source of that frame.
         nodes: nodes of ``tree_of(file)``. The first node contains the others.
-        inner: file and line of each inner stack frame, which the code of the nodes has called.
+        inner: file and line of each stack frame that was called from the code of the nodes.
     """
     copies = _copies(place[0], nodes)
     if copies:
@@ -146,7 +146,7 @@ class _Bodies(ast.NodeTransformer):
     Args:
         place: file and line that the stack frame with the loop executes now. Functions of other files have other
             globals.
-        inner: file and line of each inner stack frame, which the code of the loop has called.
+        inner: file and line of each stack frame that was called from the code of the loop.
         loop: the syntax tree of the loop.
     """
 
@@ -181,7 +181,7 @@ class _Bodies(ast.NodeTransformer):
     def _setting(self, test: ast.expr) -> bool | None:
         """Return the value of a condition that consists of flags, which the loop does not change.
 
-        None: it has other parts.
+        The result is None if the condition has other parts.
         """
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=flag):
@@ -270,7 +270,7 @@ def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
 
 
 class _Module(NamedTuple):
-    """A module, and the expression by which the script refers to it."""
+    """A torch module, and the expression by which the script refers to it."""
 
     module: object
     name: ast.expr
@@ -430,7 +430,7 @@ class _Names(ast.NodeTransformer):
         return node
 
     def _is_of_loop(self, name: str) -> bool:
-        """Return whether ``name``, not a local of the called function, is the same variable in the code of the loop."""
+        """Return whether ``name``, which is not local in the inlined function, means the same variable in the loop."""
         if name in self._function.__code__.co_freevars:
             return self._same_file and _sees_callers(self._function)
         return self._same_file or hasattr(builtins, name)

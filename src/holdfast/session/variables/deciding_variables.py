@@ -61,7 +61,7 @@ class PlacedVariable(NamedTuple):
 
     Attributes:
         name: its name, as in :func:`holdfast.runtime.worker.script_frames.values_of`.
-        place: file and line of the function whose variable it is.
+        place: file and line that the stack frame with the variable executes.
         partly: True: some steps write the variable before reading it, so all its values may follow from the number of
             the step.
     """
@@ -132,6 +132,8 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
 
     A call counts as the save of a file if the name of the function, or a part of the name after a dot or an
     underscore, begins with ``save`` or ``copyfile``.
+
+    Args: places: file and line of the stack frames, the innermost frame first.
     """
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
@@ -144,7 +146,11 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
 
 @cache
 def stores(places: Places) -> tuple[PlacedVariable, ...]:
-    """Return the containers, elements, attributes and tensors that the loops at ``places`` change in place."""
+    """Return the containers, elements, attributes and tensors that the loops at ``places`` change in place.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
     found: dict[PlacedVariable, None] = {}
     for depth, place in enumerate(places):
         names = sorted(changed(outermost_loop(places[: depth + 1])))
@@ -169,10 +175,12 @@ def scope_of(file: str, line: int) -> ast.AST:
 
 @cache
 def lasting_variables(places: Places) -> frozenset[str]:
-    """Return the variables of the outermost of ``places`` that the script does not reset at the start of an epoch.
+    """Return the variables of the outermost stack frame that the script does not reset at the start of an epoch.
 
     The outermost loop (with the functions that it calls) sets such a variable in two ways only: from its old value,
     or under a condition that does not depend on the position in an epoch.
+
+    Args: places: file and line of the stack frames, the innermost frame first.
     """
     loop = outermost_loop(places)
     reset = _names_of_items(loop)
@@ -189,8 +197,9 @@ def lasting_variables(places: Places) -> frozenset[str]:
 def renewed_containers(places: Places) -> frozenset[str]:
     """Return the names of containers that the loops at ``places`` replace by new ones, computed from the old ones.
 
-    Only containers of objects are returned. An example is ``average = {name: 0.9 * average[name] + 0.1 *
-    weights[name] for name in weights}``.
+    The loops are those at ``places``, the stack frames from the innermost to the outermost. Only containers of
+    objects are returned. An example is ``average = {name: 0.9 * average[name] + 0.1 * weights[name] for name in
+    weights}``.
     """
     found: set[str] = set()
     for depth in range(len(places)):
@@ -214,7 +223,11 @@ def _holds_objects(value: object) -> bool:
 
 @cache
 def counts(places: Places) -> frozenset[str]:
-    """Return the variables of the outermost of ``places`` that the loop changes only by additions (``seen += 1``)."""
+    """Return the variables of the outermost stack frame that its loop changes only by additions (``seen += 1``).
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
     loop = outermost_loop(places)
     others = _names_of_items(loop)
     added: set[str] = set()
@@ -229,18 +242,22 @@ def counts(places: Places) -> frozenset[str]:
 
 @cache
 def outermost_loop(places: Places) -> ast.AST:
-    """Return the outermost loop around the last of ``places``, in which the functions that it calls are inlined.
+    """Return the outermost loop of the outermost stack frame. The functions that it calls are inlined.
 
     Without a loop, the result is an empty module.
+
+    Args: places: file and line of the stack frames, the innermost frame first.
     """
     loops = with_bodies(places[-1], loops_around(*places[-1]), places[:-1])
     return loops[0] if loops else ast.Module([], [])
 
 
 def block_at(places: Places) -> ast.AST | None:
-    """Return the block (``with step``) around the last of ``places``, in which the functions that it calls are inlined.
+    """Return the block (``with step``) of the outermost stack frame. The functions that it calls are inlined.
 
-    None: there is no block in a loop.
+    The result is None if there is no block in a loop.
+
+    Args: places: file and line of the stack frames, the innermost frame first.
     """
     loops = loops_around(*places[-1])
     inner = _inside_scope(*places[-1])
@@ -335,7 +352,7 @@ def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[
 
 
 def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield the variables that a loop over steps carries, and on which the result of its function depends.
+    """Yield the variables that a loop over steps carries, and on which the result of the function around it depends.
 
     In this search, methods of local objects are inlined (``meter.update(loss)``). In a search from the caller of the
     function they are not.
@@ -348,7 +365,7 @@ def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
 
 
 def _loops_over_steps(tree: ast.AST) -> list[ast.For]:
-    """Return the loops over ``s.steps(...)``, also those over a variable with a progress bar around the steps."""
+    """Return the loops over ``s.steps(...)``, including loops over a variable with a progress bar around it."""
     bars: set[str] = set()
     for assignment, _ in assigned(tree):
         value = assigned_value(assignment)

@@ -1,11 +1,11 @@
 """The attributes of objects in ``state=`` that the session saves, for the search for variables on which updates depend.
 
-Theory. The session saves the result of ``state_dict()`` of such an object. An attribute that this method does not
-read has its initial value in a new process, although the object is in ``state=``. So the source of the method is
-read. Each chain ``self.a.b`` in the source names a kept attribute. If the value of that attribute is an object, all
-attributes of the object count as kept. Methods of the script that ``state_dict()`` calls are also read. If the method
-uses ``self`` itself (``vars(self)``, ``super()``), or belongs to a library, all attributes of the object count as
-kept.
+Theory. The session saves the result of ``state_dict()`` of each object in ``state=``. An attribute that this method
+does not read has its initial value in a new process, although the object is in ``state=``. So the source of the
+method is read. Each chain ``self.a.b`` in the source names a kept attribute. If the value of that attribute is an
+object, all attributes of the object count as kept. Methods of the script that ``state_dict()`` calls are also read.
+If the method uses ``self`` itself (``vars(self)``, ``super()``), or belongs to a library, all attributes of the
+object count as kept.
 """
 
 from __future__ import annotations

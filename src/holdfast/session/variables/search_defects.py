@@ -11,7 +11,9 @@ log = logging.getLogger("holdfast")
 
 @contextmanager
 def warns_of_defects(consequence: str) -> Iterator[None]:
-    """Turn an exception in the body into a warning. A defect of a search must not end a training, nor be hidden.
+    """Turn an exception in the ``with`` body into a warning.
+
+    A defect of a search must neither end a training nor be hidden.
 
     Args:
         consequence: the consequence of the failed search, in words, for the warning.

@@ -44,9 +44,11 @@ _OUTPUTS = ("tensor", "tensor_list", "output", "output_tensor", "object_list", "
 
 @cache
 def set_once(places: Places) -> Mapping[str, bool]:
-    """Return the variables that the loop at the last of ``places`` sets once.
+    """Return the variables that the loop of the outermost stack frame sets once.
 
     The keys are the names. A value is True if the block sets the variable from a collective.
+
+    Args: places: file and line of the stack frames, the innermost frame first.
     """
     found: dict[str, bool] = {}
     for node, inside in ((outermost_loop(places), False), (block_at(places), True)):
@@ -136,7 +138,7 @@ def _is_collective(node: ast.AST) -> bool:
 def _is_handle(value: ast.expr) -> bool:
     """Return whether a call in ``value`` begins a collective with ``async_op``.
 
-    A ``wait()`` in a later block is refused.
+    The search ignores such a call, because a ``wait()`` in a later block is refused.
     """
     calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and _is_collective(node))
     return any(

@@ -25,7 +25,7 @@ _IN_PLACE = ("copy_", "sub_", "add_")
 
 
 def sources(body: ast.AST, state: Set[str]) -> list[ast.AST]:
-    """Return the nodes on which the losses, rates and updates in ``body`` depend.
+    """Return the expressions (nodes of a syntax tree) on which the losses, rates and updates in ``body`` depend.
 
     Args:
         body: a loop, with the bodies of the functions that it calls.
@@ -87,7 +87,7 @@ def _tensors(body: ast.AST, state: Set[str]) -> Set[str]:
 def _is_one(value: ast.expr, tensors: Set[str], *, inside: bool) -> bool:
     """Return whether ``value`` is one of ``tensors``, or a method returns it.
 
-    With ``inside``, a part of it is enough.
+    With ``inside``, it is enough if this holds for a part of ``value``.
     """
     match value:
         case ast.Call(func=called) if _GIVES_TENSORS.search(dotted(called)):

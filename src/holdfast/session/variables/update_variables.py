@@ -2,8 +2,8 @@
 
 Theory. A script may decide by variables of its own about an update, a learning rate or a part of the loss. A process
 that joins or continues a job runs the script from its top, and begins with the initial values of these variables. A
-variable in the loss changes the gradients of all ranks alike, because they are summed. So no comparison of the state
-shows it. The source is searched for such variables, and their values are compared:
+variable in the loss changes the gradients of all ranks alike, because the gradients are summed. So no comparison of
+the state shows it. The source is searched for such variables, and their values are compared:
 
 - between the ranks, when a replacement votes for the first time (``equal_updates.py``);
 - with the state, in a process that continues the job. This also covers a job in which all ranks are replacements,
@@ -275,7 +275,7 @@ class UpdateVariables:
     def number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the values in the open block.
 
-        0: there are none.
+        The result is 0 if there are no values.
         """
         return identified(repr(sorted(self._history.values.items())).encode()) if self._history.values else 0
 
@@ -337,7 +337,7 @@ class UpdateVariables:
     def passed(self) -> dict[str, Any]:
         """When the script takes the next step, read the variables that have had one value in all updates.
 
-        Return values under ``KEY`` for the rank-local values of this next step; empty: these stay as they are.
+        Return values under ``KEY`` for the rank-local values of this next step; empty: the earlier values stay.
         """
         if not (names := self._of_rank.unchanged - self._partly):
             return {}

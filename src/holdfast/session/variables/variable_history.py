@@ -32,7 +32,7 @@ ARRAYS = ("an array ", "a tensor ")
 
 
 def is_array(value: PlainValue) -> bool:
-    """Return whether ``value`` stands for an array or a tensor."""
+    """Return whether ``value`` is the text that stands for an array or a tensor."""
     return isinstance(value, str) and value.startswith(ARRAYS)
 
 
@@ -51,7 +51,7 @@ class _Record(NamedTuple):
     passed: Mapping[str, PlainValue] = {}
 
     def of(self, names: Container[str]) -> _Record:
-        """Return the part for ``names``."""
+        """Return the part of this record that is about the variables ``names``."""
         first, newest, passed = (
             {name: value for name, value in values.items() if name in names}
             for values in (self.first, self.newest, self.passed)
@@ -77,7 +77,7 @@ class VariableHistory:
 
     @property
     def newest(self) -> Mapping[str, PlainValue]:
-        """The values at the newest committed step of the job."""
+        """The values of the variables at the newest committed step of the job."""
         return self._record.newest
 
     def stand_at(self, kept: object) -> None:
@@ -99,12 +99,12 @@ class VariableHistory:
 
     @property
     def first(self) -> Set[str]:
-        """The variables with a value at the first step of the job."""
+        """The names of the variables that had a value at the first step of the job."""
         return self._record.first.keys()
 
     @property
     def unchanged(self) -> Set[str]:
-        """The variables that have had one value in all updates."""
+        """The names of the variables that have had one value in all updates."""
         first, newest, *_ = self._record
         return {name for name, value in newest.items() if first.get(name) == value}
 

@@ -18,7 +18,8 @@ logged. With ``static_graph`` a new process cannot train without a rehearsal: DD
 first pass, so the exception ends the script.
 
 Invariants:
-1. After :meth:`BucketLayouts.agree`, DDP sets no known layout again, so it stays that of the first passes.
+1. After :meth:`BucketLayouts.agree`, DDP does not set a known layout again. So the layout stays that of the first
+   passes.
 2. The calls of :meth:`BucketLayouts.agree` that communicate are at the same blocks on all ranks. Each one follows a
    reset of the wrappers, which all ranks make (a new generation), or an event that is the same on all ranks.
 """

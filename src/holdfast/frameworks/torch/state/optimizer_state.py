@@ -333,9 +333,9 @@ def clone(value: Any) -> Any:
 def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
     """Return a leaf function for the optimizer's state of ``parameter``. It passes each value on to ``leaf``.
 
-    A tensor with the shape of ``parameter`` is first declared to have the same region as ``parameter``. The memory
-    order of a tensor is added to the result of ``leaf`` if :func:`allocate`, which a load calls, would choose another
-    memory order.
+    A tensor with the shape of ``parameter`` is first declared to have the same region as ``parameter``. A load makes
+    the memory of a tensor by :func:`allocate`. If this function would choose another memory order than the tensor
+    has, the memory order is added to the result of ``leaf``.
     """
 
     def take(value: Any, path: str) -> Plain:
