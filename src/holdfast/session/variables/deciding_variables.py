@@ -133,7 +133,8 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
     A call counts as the save of a file if the name of the function, or a part of the name after a dot or an
     underscore, begins with ``save`` or ``copyfile``.
 
-    Args: places: file and line of the stack frames, the innermost frame first.
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
@@ -180,7 +181,8 @@ def lasting_variables(places: Places) -> frozenset[str]:
     The outermost loop (with the functions that it calls) sets such a variable in two ways only: from its old value,
     or under a condition that does not depend on the position in an epoch.
 
-    Args: places: file and line of the stack frames, the innermost frame first.
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     loop = outermost_loop(places)
     reset = _names_of_items(loop)
@@ -246,7 +248,8 @@ def outermost_loop(places: Places) -> ast.AST:
 
     Without a loop, the result is an empty module.
 
-    Args: places: file and line of the stack frames, the innermost frame first.
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     loops = with_bodies(places[-1], loops_around(*places[-1]), places[:-1])
     return loops[0] if loops else ast.Module([], [])
@@ -257,7 +260,8 @@ def block_at(places: Places) -> ast.AST | None:
 
     The result is None if there is no block in a loop.
 
-    Args: places: file and line of the stack frames, the innermost frame first.
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     loops = loops_around(*places[-1])
     inner = _inside_scope(*places[-1])

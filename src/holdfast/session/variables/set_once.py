@@ -48,7 +48,8 @@ def set_once(places: Places) -> Mapping[str, bool]:
 
     The keys are the names. A value is True if the block sets the variable from a collective.
 
-    Args: places: file and line of the stack frames, the innermost frame first.
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     found: dict[str, bool] = {}
     for node, inside in ((outermost_loop(places), False), (block_at(places), True)):
