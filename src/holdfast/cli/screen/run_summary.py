@@ -111,7 +111,7 @@ def named(what: str) -> str:
 def alike(faults: Sequence[FaultView]) -> str:
     """Return one text for all faults of a run, if they differ only in numbers.
 
-    Empty if the faults also differ in words, or if the run had fewer than ``ALIKE_LEAST`` faults.
+    The text is empty if the faults also differ in words, or if the run had fewer than ``ALIKE_LEAST`` faults.
     """
     own = [fault for fault in faults if fault.what != LEFT_FOR_RESTART]
     if len(own) < ALIKE_LEAST or len({NUMBER.sub("", fault_what(fault)) for fault in own}) > 1:

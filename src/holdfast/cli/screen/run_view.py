@@ -70,7 +70,8 @@ class SpareView(msgspec.Struct):
 def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
     """Return a text about how often, and at which steps, the exception of ``fault`` has occurred up to this fault.
 
-    Empty if it has occurred once. Exceptions whose texts differ only in numbers count as the same.
+    The text is empty if the exception has occurred once. Exceptions whose texts differ only in numbers count as the
+    same.
     """
     words = NUMBER.sub("", fault.what)
     same = [f for f in faults if f.kind == fault.kind == "exception" and NUMBER.sub("", f.what) == words]

@@ -314,7 +314,7 @@ class AgreesOnSums(Protocol):
     """An adapter in which the order of the sums over the ranks depends on the earlier blocks of a process."""
 
     def excuse(self) -> bool:
-        """Make no further rehearsal for now, because an exception of the script has left this one.
+        """Make no further rehearsal for now, because an exception of the script has left this rehearsal.
 
         Returns:
             False if this process cannot train without a rehearsal.

@@ -3,8 +3,8 @@
 Theory. An optimizer changes weights. Its gradients come from the object on which ``backward()`` is called, and its
 settings come from assignments or a schedule. The script itself also changes weights and gradients, for example by a
 moving average or by noise. Tensors of modules are recognized by the method that returns them (``parameters()``).
-Tensors in containers are recognized because they are state of the session. A sum over an evaluation is neither of
-these, so it is not an update.
+Tensors in containers are recognized because they are state of the session. Any other value, such as a sum over an
+evaluation, does not count as an update.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def decode_catalogue(data: bytes, where: str) -> Catalogue:
     """Decode the catalogue from the bytes of its file; ``where`` is the path, for errors.
 
     Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
+        CheckpointInvalid: the error names ``where`` and the broken rule.
     """
     body, _ = unwrap(data, where)
     try:
@@ -182,7 +182,7 @@ def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
     """Decode a rank manifest from the bytes of its file, and check it. Return the manifest and its digest.
 
     Raises:
-        CheckpointInvalid: names ``where`` (the path) and the broken rule.
+        CheckpointInvalid: the error names ``where`` (the path) and the broken rule.
     """
     body, digest = unwrap(data, where)
     manifest = _decode(body, where)

@@ -114,7 +114,7 @@ def decode_header(data: bytes, file_size_bytes: int, where: str) -> Header:
         where: path of the file, for errors.
 
     Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
+        CheckpointInvalid: the error names ``where`` and the broken rule.
     """
     data_start = header_size_bytes(data, file_size_bytes, where)
     if len(data) < data_start:

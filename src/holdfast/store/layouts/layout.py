@@ -130,7 +130,7 @@ class Declaration(msgspec.Struct, frozen=True):
             places: pairs (``place`` of a row, number of dimensions of the row's tensor), from :func:`places_of`.
 
         Raises:
-            StateError: names the ``place``.
+            StateError: the error names the ``place``.
         """
         for place, dimensions in places:
             if not -len(self.boxes) <= place < len(self.cells):
@@ -233,7 +233,8 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """Return the catalogue of the layouts of the ranks (by rank).
 
         Raises:
-            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
+            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor, which the error
+                names.
         """
         return Catalogue.from_declarations({rank: layout.declaration() for rank, layout in layouts.items()})
 
@@ -251,7 +252,8 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """Return the catalogue of declarations (by rank). A table that several declarations share is read only once.
 
         Raises:
-            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
+            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor, which the error
+                names.
         """
         worlds = {declaration.world for declaration in declared.values()}
         if len(worlds) != 1:
@@ -270,7 +272,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """Decode a catalogue from the result of :meth:`to_json`. Every invariant is checked again.
 
         Raises:
-            StateError: names the broken rule.
+            StateError: the error names the broken rule.
         """
         try:
             version = msgspec.json.decode(data, type=_VersionedCatalogue).version

@@ -218,7 +218,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             world: the number of ranks.
 
         Raises:
-            StateError: names the broken rule.
+            StateError: the error names the broken rule.
         """
         if bool(self.cells) == bool(self.boxes):
             raise StateError("catalogue: a grid needs cells or parts, and not both")

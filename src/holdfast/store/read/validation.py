@@ -298,7 +298,7 @@ def check_coverage(
         names: names of the tensors that count; None means all.
 
     Raises:
-        CheckpointInvalid: names the damage that leaves a region uncovered, or the region.
+        CheckpointInvalid: the error names the damage that leaves a region uncovered, or the region.
     """
     absent = index.catalogue.absent
     if absent:

@@ -150,7 +150,7 @@ def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
 def place_in_script_of_call(*, by_function: bool) -> str:
     """Return the line of the script that makes the present collective, by a function of ``torch.distributed``.
 
-    Empty: the script does not make the collective itself.
+    The result is empty if the script does not make the collective itself.
 
     Args:
         by_function: treat the function that calls this one as a function of ``torch.distributed``.

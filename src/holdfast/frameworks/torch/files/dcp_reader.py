@@ -127,7 +127,7 @@ def check_zip(file: IO[bytes], size_bytes: int, where: str) -> None:
     """Verify the checksums of a ``torch.save`` file; refuse compressed records and records larger than the file.
 
     Raises:
-        CheckpointInvalid: names the damaged record.
+        CheckpointInvalid: the error names the damaged record.
     """
     try:
         with zipfile.ZipFile(file) as archive:

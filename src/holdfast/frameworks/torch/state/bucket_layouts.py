@@ -142,7 +142,7 @@ class BucketLayouts:
             self._rehearsals = REHEARSALS_MAX
 
     def give_up(self) -> bool:
-        """Make no further rehearsal in this loop, because an exception of the block has ended this one.
+        """Make no further rehearsal in this loop, because an exception of the block has ended this rehearsal.
 
         Returns:
             False if this process cannot train without a rehearsal. With ``static_graph`` the first pass makes other

@@ -139,7 +139,7 @@ def _refuse_megatron(optimizer: Any) -> None:
     """Refuse an optimizer of Megatron: it is not a torch optimizer, and its ``step()`` does more than update.
 
     Raises:
-        UnsupportedError: names the optimizer's class.
+        UnsupportedError: the error names the optimizer's class.
     """
     bases = {base.__name__ for base in type(optimizer).__mro__}
     if "MegatronOptimizer" not in bases:

@@ -294,7 +294,7 @@ class TorchState:
         devices: the accelerators that held the state when this object was made.
 
     Raises:
-        StateError: a value that cannot be saved; names its key path and type.
+        StateError: a value that cannot be saved; the error names its key path and type.
         UsageError: an argument of a wrong type.
     """
 
