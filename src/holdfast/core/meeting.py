@@ -22,9 +22,9 @@ from holdfast.core.ids import NodeId
 
 
 class Told(NamedTuple):
-    """A message of a connected agent: the job that it belongs to, and the job that it is near.
+    """A message of a connected agent: the job that the agent belongs to, and the job that it is near.
 
-    An empty name means no job.
+    An agent is near a job while it is connected to an agent of the job. An empty name means no job.
     """
 
     job: str

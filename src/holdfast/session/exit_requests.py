@@ -70,8 +70,8 @@ class ExitWatch:
 
     Args:
         ask: called for each request, in the watching thread, with the name of the signal or file.
-        exit_file: the file to watch; None: only signals are watched.
-        grace_s: seconds after the first request after which ``give_up`` is called; None: no limit.
+        exit_file: the file to watch; if None, only signals are watched.
+        grace_s: seconds after the first request after which ``give_up`` is called; None means no limit.
         give_up: ends the process.
         signals: the signals that are requests to leave.
     """
@@ -107,8 +107,8 @@ class ExitWatch:
 
         Args:
             known: rank-local values of the loaded state, with the record of the exit-file version that was answered
-                last (:meth:`record`). Without this record the present version of the file is ignored. None: no state
-                was loaded, and no version was answered yet.
+                last (:meth:`record`). Without this record the present version of the file is ignored. None if no
+                state was loaded, and no version was answered yet.
             say: logs the line about an ignored request.
         """
         self._answered = None if known is None else known.get(RECORD)
@@ -255,7 +255,7 @@ def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> 
     """Return the newest version of the exit file to which an earlier process of the job has reacted.
 
     Args:
-        local: the loaded rank-local values of this process; None: a new job begins without a checkpoint.
+        local: the loaded rank-local values of this process; None if a new job begins without a checkpoint.
         root: directory of the session's checkpoints. In a new job, the newest checkpoint there shows which version an
             earlier job has answered.
         rank: the rank of this process.

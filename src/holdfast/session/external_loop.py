@@ -20,7 +20,7 @@ def steps_of_framework(session: Session, loader: Any = None) -> Iterator[Step]:
     steps. The code of the framework then lies between this empty loop and the loop over the steps.
 
     Args:
-        loader: the loader from which the framework gets its batches; None: the framework draws batches itself.
+        loader: the loader from which the framework gets its batches; None if the framework draws batches itself.
     """
     session.takes_loops()
     for step in session.steps(until=0):

@@ -104,7 +104,7 @@ class Session(ScriptLoops):
             containers in place. A loaded number or string only replaces the entry ``s.state["name"]``, so the script
             must read it there. Changes by a block that is aborted are undone. Loaders, and objects of more than 65536
             numbers, are not copied for this. Change these only after ``optimizer.step()``.
-        root: directory or URL of the checkpoints; None: nothing is saved.
+        root: directory or URL of the checkpoints; if None, nothing is saved.
 
     Example:
         >>> with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpts/") as s:  # doctest: +SKIP
@@ -388,7 +388,7 @@ class Session(ScriptLoops):
 
     @property
     def place_in_data(self) -> Mapping[str, int] | None:
-        """Position of the job in the data of its open loop, as ``Feed.place`` returns it; None: not known."""
+        """Position of the job in the data of its open loop, as ``Feed.place`` returns it; None if it is not known."""
         self._asked()
         at: Mapping[str, int] | None = self._loops.place.get("at")
         return at
@@ -432,12 +432,12 @@ class Session(ScriptLoops):
 
     @property
     def own(self) -> Plain:
-        """Plain values of this rank alone, which its replacement and a resumed process get back; None: not set.
+        """Plain values of this rank alone, which its replacement and a resumed process get back.
 
-        Values of the whole job belong into ``state``. Set ``own`` in the block of a step, before
-        ``optimizer.step()``: if the block is aborted, the earlier values are restored. If a rank is lost after its
-        update and before it sets ``own``, its replacement gets the values of the previous step. The values may take
-        at most 128 KiB.
+        ``own`` is None if nothing was set. Values of the whole job belong into ``state``. Set ``own`` in the block of
+        a step, before ``optimizer.step()``: if the block is aborted, the earlier values are restored. If a rank is
+        lost after its update and before it sets ``own``, its replacement gets the values of the previous step. The
+        values may take at most 128 KiB.
 
         Example:
             >>> s.own = {"samples": s.own["samples"] + len(x) if s.own else len(x)}  # doctest: +SKIP
@@ -531,7 +531,10 @@ class Session(ScriptLoops):
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of random numbers of all copies of the model, for integrations; None: one stream per copy."""
+        """The streams of random numbers of all copies of the model, for integrations.
+
+        The value is None if each copy has its own stream.
+        """
         return self._adapter.streams if isinstance(self._adapter, SharesRandomNumbers) else None
 
     def framework_stands(self) -> None:
@@ -567,7 +570,10 @@ class Session(ScriptLoops):
         self._verifier.tell(step)
 
     def entered(self, step: int) -> bytes | None:
-        """Record that the block of ``step`` began. Return rank-local values for the status page; None: unchanged."""
+        """Record that the block of ``step`` began. Return rank-local values for the status page.
+
+        The result is None if they are unchanged.
+        """
         return self._loops.entered(step)
 
     def batch_of(self, copy: int) -> Any:
@@ -577,7 +583,7 @@ class Session(ScriptLoops):
     def foresee(self) -> bytes | None:
         """Log the update in the memory tier, before the vote.
 
-        Return the rank-local values of the next step for the status page; None: unchanged.
+        Return the rank-local values of the next step for the status page; None if they are unchanged.
         """
         self._tier.foresee(self._rank.step)
         return self._loops.foresee(self._of_updates())
@@ -590,7 +596,7 @@ class Session(ScriptLoops):
         """Before the commit, record the data position, publish a changed layout, and keep the state in memory if due.
 
         Returns:
-            Rank-local values for the status page; None: unchanged.
+            Rank-local values for the status page; None if they are unchanged.
         """
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
         payload = self._loops.note(self._of_updates())

@@ -51,7 +51,7 @@ class Case(msgspec.Struct, frozen=True):
     def not_in_place(self) -> tuple[str, ...]:
         """One line with the reason why lost ranks cannot be replaced while all others keep their processes.
 
-        Empty if the lost ranks can be replaced in this way.
+        The result is empty if the lost ranks can be replaced in this way.
         """
         reason = self.situation.unreplaceable
         return (f"not in place: {reason}",) if reason else ()

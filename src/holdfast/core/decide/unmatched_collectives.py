@@ -85,7 +85,11 @@ def _least(final: list[_Count]) -> list[_Count]:
 
 
 def _failure(generation: Generation, makes: RankSeen, leaves_out: RankSeen, both: int) -> Failure:
-    """Return the failure of the newer one of two ranks. ``both``: the number of collectives that both have made."""
+    """Return the failure of that rank whose process was started later.
+
+    ``makes`` is the rank that has made more collectives than ``leaves_out``. ``both`` is the number of collectives
+    that both ranks have made.
+    """
     assert makes.outside is not None
     newcomer = max(makes, leaves_out, key=lambda seen: seen.born)
     extra = makes.outside.first[min(both, len(makes.outside.first) - 1)]

@@ -129,7 +129,7 @@ class Job:
 
     @property
     def sealed_here(self) -> int:
-        """Newest step that the present members have sealed, or the recovery that chose these members; -1: no such step.
+        """The newest step that the present members, or the recovery that chose them, have sealed; -1 if none is sealed.
 
         A checkpoint that is sealed late for an older roster is not evidence. All ranks may have gone back since then,
         and may be running the step of that checkpoint again.

@@ -5,10 +5,10 @@ log: the newest generation and member id ever issued, the seated members, the nu
 record is in the log before the commands that depend on it are sent.
 
 With several nodes each line that a controller writes has a *place*: the pair (term, number). A deposed controller may
-have written lines that no other node has. The first line of a controller has a field ``after``. It names the last
-line that was in the log of this node before. A line of an earlier term after that last line is void: another
-controller has decided without it, and the commands of the line may never have been carried out. The lines of a
-controller that was alone have no place. They are void for every leader.
+have written lines that no other node has. The first line of a controller has a field ``after``. The field names the
+line before it in the log of this node. A line of an earlier term after the named line is void: another controller has
+decided without it, and the commands of the line may never have been carried out. The lines of a controller that was
+alone have no place. They are void for every leader.
 
 Invariants:
 1. ``ReplayedState.read`` of no records is the past of a new run.

@@ -215,7 +215,10 @@ class Replacement:
         )
 
     def joined(self, member: Member, message: Joined) -> Settled:
-        """Make a newcomer that holds its state a full member. Return the answer that it would give to a fence."""
+        """Make a newcomer that holds its state a full member.
+
+        Return the answer that the newcomer would give to a fence.
+        """
         self._join(member, message.step)
         return Settled(
             member_id=member.member_id, generation=message.generation, state="ready", step=message.step

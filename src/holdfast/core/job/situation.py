@@ -160,7 +160,7 @@ class Survey:
     def _unmatched(self, answers: Mapping[int, Settled]) -> Failure | None:
         """Return the proof that a replacement makes other collectives between two steps than another rank.
 
-        None: no proof.
+        The result is None if there is no proof.
         """
         found = []
         for member in self.job.roster.members:

@@ -213,7 +213,10 @@ class PeerHere(Message, frozen=True):
 
 
 class WitnessReply(Message, frozen=True):
-    """Answer of the witness: the voters that it has recorded for change ``number``; empty if it cannot be reached."""
+    """Answer of the witness: the voters that it has recorded for change ``number``.
+
+    Empty if the witness cannot be reached.
+    """
 
     number: int
     voters: tuple[NodeId, ...]

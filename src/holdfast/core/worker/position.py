@@ -192,9 +192,9 @@ class PositionRules(NamedTuple):
     """The rules of recovery for one position of the script.
 
     Attributes:
-        awaited: the code of the script that a recovery may wait for, because the state is complete only after it: code
-            before the block (``step``), after the block (``block``) or after the loop (``loop``). Until that code ends,
-            the model may hold other weights. Empty: a recovery waits for nothing.
+        awaited: the code of the script that a recovery may wait for, because the state is complete only after it:
+            code before the block (``step``), after the block (``block``) or after the loop (``loop``). Until that
+            code ends, the model may hold other weights. Empty if a recovery waits for nothing.
         gives: the state that a survivor gives: the present one (``now``), or that of the last boundary between two
             steps (``boundary``).
         can_rewind: the loop can take the script back to an earlier step, if the loop allows it.
@@ -225,7 +225,7 @@ NO_REWIND = -1
 
 
 def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
-    """Return True if the script runs code that belongs to the state, and is expected to reach its next step."""
+    """Return True if a recovery may wait for the code that the script runs, and its next step can be expected."""
     awaited = RULES[position].awaited
     if attendance in (A.EXPECTED, A.STEPS_IN_SECTION):
         return awaited != ""

@@ -85,7 +85,7 @@ class ServingEnded(Message, frozen=True):
 
 
 class WaitReached(Message, frozen=True):
-    """Report of the shell that the script waits for the job to continue, and that an order to continue has arrived."""
+    """Report of the shell: the script waits for the job to continue, and an order to continue has arrived."""
 
 
 class StateRestored(Message, frozen=True):

@@ -103,7 +103,7 @@ def _consists_of_attributes(kind: type) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object that consists of them; empty for other objects."""
+    """Return the attributes of an object that consists of nothing else; empty for other objects."""
     kind: Any = type(value)
     return vars(value) if _consists_of_attributes(kind) else {}
 

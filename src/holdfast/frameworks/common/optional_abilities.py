@@ -432,7 +432,7 @@ class DigestsBatches(Protocol):
     def digest_batch(self, batch: Any) -> int:
         """Return a 64-bit digest of a batch. Equal batches have equal digests in all processes.
 
-        0: the content of the batch is not known.
+        The digest is 0 if the content of the batch is not known.
         """
 
 

@@ -326,7 +326,7 @@ class TorchAdapter:
         return self.state.plain_objects()
 
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
-        """Return the content of ``value``, a small tensor on the CPU; None: ``value`` is no such tensor."""
+        """Return the content of ``value``, a small tensor on the CPU; None if ``value`` is not such a tensor."""
         return content_of(value, size_bytes_max)
 
     def digest_of(self, value: object) -> int | None:
@@ -355,8 +355,9 @@ class TorchAdapter:
         """Return the state now, or with ``frozen`` the state at the start of the current step.
 
         Args:
-            before: number of a step; -1: none. The script's code before the block of that step may change some values.
-                If :meth:`between` or :meth:`remember` copied them before that code, the copies are returned.
+            before: number of a step; -1 if there is no such step. The script's code before the block of that step may
+                change some values. If :meth:`between` or :meth:`remember` copied them before that code, the copies
+                are returned.
         """
         with named_errors("the state cannot be read"):
             while True:

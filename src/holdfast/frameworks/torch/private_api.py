@@ -250,7 +250,7 @@ def nccl_device(bound: torch.device | None) -> torch.device | None:
     older class.
 
     Args:
-        bound: the device that the default group is bound to; None: the current device of this thread.
+        bound: the device that the default group is bound to. None means the current device of this thread.
     """
     if not hasattr(c10d, "ProcessGroupNCCL2") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
         return None
@@ -308,7 +308,7 @@ def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[
 
 
 def _recorder_size() -> int:
-    """Return the size of torch's flight recorder in entries; 0: it is off.
+    """Return the size of torch's flight recorder in entries; 0 if it is off.
 
     As in torch, ``TORCH_FR_BUFFER_SIZE`` is read, or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` if the first is not set.
     """
@@ -444,11 +444,11 @@ def rebuild_buckets(ddp: DistributedDataParallel, layout: Buckets | None = None)
     """Set the final layout of DDP's buckets now, without a collective.
 
     Args:
-        layout: the new layout; empty: DDP derives it from the order of its parameters; None: DDP derives it from the
-            order in which it has recorded the gradients.
+        layout: the new layout. If empty, DDP derives the layout from the order of its parameters. If None, DDP
+            derives it from the order in which it has recorded the gradients.
 
     Returns:
-        The layout that was set; None: DDP has recorded no order.
+        The layout that was set; None if DDP has recorded no order.
 
     Raises:
         RuntimeError: a pass has not ended; or ``layout`` does not fit the parameters, and the buckets are unchanged.
@@ -474,7 +474,7 @@ def rebuild_buckets(ddp: DistributedDataParallel, layout: Buckets | None = None)
 
 
 def logged_buckets(ddp: DistributedDataParallel) -> Buckets | None:
-    """Return the final layout of DDP's buckets from DDP's log; None: it is not there yet.
+    """Return the final layout of DDP's buckets from DDP's log; None if it is not there yet.
 
     The log is written in every pass at first, and later in one of 100 passes.
     """

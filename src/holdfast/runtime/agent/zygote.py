@@ -237,7 +237,7 @@ class Zygote:
         return None
 
     def _welcome(self, peer: _AgentPeer) -> None:
-        """Make ``peer`` the current agent. Send it the report of the imports, the living and the ended workers."""
+        """Make ``peer`` the current agent. Report to it the imports, and all living and ended workers."""
         self._agent = peer
         self._tell(self._preloaded)
         for spawned in self._living.values():

@@ -245,7 +245,7 @@ class File:
 
 
 class CommandNotices:
-    """The notice that a command of the user prints: ``leave`` or a deadline; no output: the node stays."""
+    """The notice that a command of the user prints: ``leave`` or a deadline. No output means that the node stays."""
 
     period_s = 10.0
 

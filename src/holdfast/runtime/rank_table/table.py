@@ -410,8 +410,8 @@ def _number(
 ) -> int | None:
     """Return the whole number (0 or more) under ``key``.
 
-    None if the value is wrong; the mistake is then added to ``found``. The value must be a string of digits in
-    versions 1.x (``as_text``), and a JSON number in version 2.0.
+    The result is None if the value is wrong; the mistake is then added to ``found``. The value must be a string of
+    digits in versions 1.x (``as_text``), and a JSON number in version 2.0.
     """
     value = item.get(key)
     if as_text and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:

@@ -91,7 +91,7 @@ def tell(
     Return True for an error that the user has to fix (``UserError`` or ``StoreError``).
 
     Args:
-        what: the text to report; empty: the text of the exception.
+        what: the text to report; if empty, the text of the exception is reported.
         stays: True if the process waits until it is ordered to leave.
         between: True if the exception was raised between two steps.
     """

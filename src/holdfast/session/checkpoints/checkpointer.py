@@ -75,7 +75,7 @@ class Checkpointer:
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
-        root: directory or URL of the checkpoints; None: nothing is saved.
+        root: directory or URL of the checkpoints; if None, nothing is saved.
         run: id of the run, the first part of every save id.
         keep: decides which valid checkpoints of this lineage are not removed.
         values: returns the plain values common to all ranks, given the collected state.

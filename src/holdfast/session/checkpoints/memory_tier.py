@@ -82,12 +82,12 @@ class MemoryTier:
     Args:
         rank: protocol state of this rank, with the layouts of all ranks.
         adapter: the framework.
-        directory: the directory of the run's shared memory; None: no agent outlives this process.
-        every: steps between two kept states; 0: nothing is kept; AUTO: as often as copies are cheap.
+        directory: the directory of the run's shared memory; None if no agent outlives this process.
+        every: steps between two kept states; if 0, nothing is kept; AUTO: as often as copies are cheap.
         values: returns the plain values common to all ranks, given the collected state and its step.
         locals_: returns the rank-local values.
         pull: function (rank, step) that fetches a kept state from another node, and returns False if no node has it.
-            None: the run has one node.
+            None if the run has one node.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class MemoryTier:
         """Load the kept state of ``step`` into this rank.
 
         Args:
-            turns: number of epochs and phases that the whole job has finished; None: not known.
+            turns: number of epochs and phases that the whole job has finished; None if it is not known.
 
         Raises:
             CheckpointInvalid: the state is missing, damaged, or has another number of finished turns.
@@ -400,8 +400,8 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | Non
     Args:
         alone: some box of the state has only one holder.
         size_bytes: size of the boxes that only this rank holds.
-        every: steps between two kept states; 0: no states are kept; AUTO: as often as time allows.
-        unlogged: why updates since the kept state are not logged; empty: they are logged; None: not known.
+        every: steps between two kept states; 0 if no states are kept; AUTO: as often as time allows.
+        unlogged: why updates since the kept state are not logged; empty if they are logged, None if it is not known.
     """
     if not alone:
         return "every part of the state is on 2 ranks or more: a lost worker costs no step"

@@ -84,7 +84,10 @@ class Resumed(NamedTuple):
 
     @property
     def caveat(self) -> str:
-        """A remark for the user on a checkpoint that was imported without a data position; empty: no remark."""
+        """A remark for the user on a checkpoint that was imported without a data position.
+
+        The text is empty if there is no remark.
+        """
         imported = self.step and self.path.name == import_id(self.step).directory()
         return " (imported without a place in the data: the loader begins at its start)" if imported else ""
 
@@ -103,7 +106,7 @@ def candidates(
 
     Args:
         resume: ``auto``, ``never``, a checkpoint, a directory or URL of checkpoints, or such a place with ``@STEP``.
-        root: directory or URL of this session's checkpoints; None: there is none.
+        root: directory or URL of this session's checkpoints; None if there is none.
         client: the connection to the agent, which names the save to try first after a fault.
         run: id of this run. A restart within the run first tries its own saves, whatever ``resume`` is.
         restarted: this process is a restart within the run.
@@ -226,7 +229,8 @@ class ResumeSearch:
 
     Args:
         adapter: the framework.
-        client: the connection over which rank 0 sends its list of candidates to all ranks; None: one process.
+        client: the connection over which rank 0 sends its list of candidates to all ranks; None in a job of one
+            process.
         agree: returns the elementwise sum of a list of ints over all ranks.
         remember: loads this rank's state of a step from the memory tier. Raises CheckpointInvalid if it cannot.
     """

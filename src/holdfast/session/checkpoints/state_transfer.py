@@ -195,8 +195,8 @@ def take(
 
     Args:
         order: the order of the controller, with the addresses and layouts of the survivors.
-        again: a kept state on which logged updates were made again. It gives the boxes that no survivor holds. None:
-            there is no such state.
+        again: a kept state on which logged updates were made again. It gives the boxes that no survivor holds. None
+            if there is no such state.
 
     Raises:
         CheckpointMismatch: this process has built another model than the process it replaces.

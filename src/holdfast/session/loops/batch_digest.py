@@ -40,8 +40,8 @@ class Drawn:
         verify: False: nothing is compared.
 
     Attributes:
-        record: step, digests and start position of the batches that were drawn last, for the rank-local values; None:
-            not known.
+        record: step, digests and start position of the batches that were drawn last, for the rank-local values; None
+            if they are not known.
         numbered: the batches that were drawn last are plain numbers, by which the script finds its own data.
     """
 
@@ -60,7 +60,7 @@ class Drawn:
     def stand_at(self, record: Plain) -> None:
         """Take over the record of the earlier process.
 
-        None: there is no record, or the earlier job had another number of ranks.
+        ``record`` is None if there is no record, or if the earlier job had another number of ranks.
         """
         self.record = self._expected = record if isinstance(record, dict) else None
 

@@ -36,7 +36,7 @@ class Steps(Iterator[Step]):
         steps: the iterator of the loop.
         loader: the loader of the loop.
         batches: number of the loader's batches in one step.
-        passes: number of passes over the loader; None: the loop does not end with its data.
+        passes: number of passes over the loader; None if the loop does not end with its data.
     """
 
     def __init__(self, steps: Iterator[Step], loader: Any, batches: int, passes: int | None) -> None:
@@ -158,7 +158,7 @@ class ScriptLoops:
         epoch.
 
         Args:
-            loader: a DataLoader or any iterable of batches; None: the block gets None instead of a batch.
+            loader: a DataLoader or any iterable of batches; if None, the block gets None instead of a batch.
             until: end the loop when the job has done this many updates. The loader is iterated as often as needed, with
                 ``set_epoch`` before each pass.
             epochs: end the loop after this many passes over the loader. 1 if neither ``until`` nor ``epochs`` is given.

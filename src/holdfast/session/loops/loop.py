@@ -106,8 +106,8 @@ class _OpenLoader(NamedTuple):
     """The loader of the open loop.
 
     Attributes:
-        user: the loader that the script gave; None: the blocks draw their own batches.
-        batches: number of the loader's batches in a list (``Session.steps``); None: no lists.
+        user: the loader that the script gave; None if the blocks draw their own batches.
+        batches: number of the loader's batches in a list (``Session.steps``); None if there are no lists.
         refilled: the check that the loader does not write a batch into the tensors of an earlier batch. It is made at
             the first step that has several parts.
     """
@@ -134,7 +134,7 @@ class Loops:
         local: the rank-local values of the last committed step.
         mine: the rank-local values that the script sets itself: ``Session.own`` and attached objects.
         loaded: the state that this process has loaded.
-        begun: feed for the next loop, from which a spare has drawn; None: the loop makes a feed.
+        begun: feed for the next loop, from which a spare has drawn; if None, the loop makes a feed.
     """
 
     def __init__(
@@ -496,8 +496,8 @@ class Loops:
     def _compare(self, feed: Feed | None, loop: int) -> list[int | str] | None:
         """Compare the dataset of this loop with those of the other ranks and of the checkpoint.
 
-        Return its length and digest. None: length and content digest are not known. Raises: UsageError: another rank
-        that shares the sampler has another dataset.
+        Return its length and digest. None if length and content digest are not known. Raises: UsageError: another
+        rank that shares the sampler has another dataset.
         """
         now = None if feed is None else feed.identity()
         if now is None:
@@ -663,9 +663,10 @@ class Loops:
     # ------------------------------------------------------------------ in a step, and after it
 
     def entered(self, step: int) -> bytes | None:
-        """Record that the block of ``step`` has begun. Return rank-local values for the status page; None: unchanged.
+        """Record that the block of ``step`` has begun. Return rank-local values for the status page.
 
-        The values are ``Session.own``, the values of attached objects, the loader's state and the digests of batches.
+        The result is None if they are unchanged. The values are ``Session.own``, the values of attached objects, the
+        loader's state and the digests of batches.
         """
         if self.local.get("begun") == step:  # its aborted run may have changed these values
             self.mine.go_back(self.local)
@@ -683,7 +684,7 @@ class Loops:
         return self._feed is not None and self._feed.last_in_epoch
 
     def foresee(self, of_updates: Mapping[str, Plain]) -> bytes | None:
-        """Return, before the vote, the next step's rank-local values for the status page; None: unchanged.
+        """Return, before the vote, the next step's rank-local values for the status page; None if they are unchanged.
 
         A rank that is lost during the update can no longer report them.
 
@@ -702,8 +703,8 @@ class Loops:
     def taken_over(self) -> bytes | None:
         """Return, for the status page, the rank-local values with which this process begins or goes back.
 
-        None: no values. If this process is lost before its next block, its status page is the only source of these
-        values.
+        The result is None if there are no values. If this process is lost before its next block, its status page is
+        the only source of these values.
         """
         self._told = b""
         local = dict(self.local)
@@ -712,7 +713,9 @@ class Loops:
         return self._payload(local) if local else None
 
     def note(self, of_updates: Mapping[str, Plain]) -> bytes | None:
-        """Set the place of the job after this step. Return rank-local values for the status page; None: unchanged.
+        """Set the place of the job after this step. Return rank-local values for the status page.
+
+        The result is None if they are unchanged.
 
         Args:
             of_updates: see :meth:`foresee`.
@@ -736,7 +739,7 @@ class Loops:
         """Record the changes that code after a committed block made to attached objects. They belong to that step.
 
         Args:
-            of_updates: rank-local values of the check of the updates; empty: they have not changed.
+            of_updates: rank-local values of the check of the updates; empty if they have not changed.
         """
         changed = dict(of_updates)
         attached = self.mine.attached()
@@ -757,7 +760,7 @@ class Loops:
         return cast("list[int]", record["digests"])
 
     def _payload(self, local: Mapping[str, Plain]) -> bytes | None:
-        """Return ``local`` encoded for the status page; None: the page already has these values, or has no room."""
+        """Return ``local`` encoded for the status page; None if the page already has these values, or has no room."""
         if self._rank.client is None or self._local_too_large:
             return None
         payload = encode_values(local, "locals")

@@ -139,7 +139,7 @@ def compare_bounds(
 
     Args:
         loop: number of the loop in the script.
-        end: step at which the loop ends on this rank; None: it ends with its data.
+        end: step at which the loop ends on this rank; None if it ends with its data.
 
     Raises:
         UsageError: the loop ends at another step on this rank.

@@ -32,7 +32,7 @@ class OwnValues:
     """The rank-local values that the script of this rank sets.
 
     Attributes:
-        own: the value of ``Session.own``, saved with the step that ends next; None: nothing.
+        own: the value of ``Session.own``, saved with the step that ends next; None if there are no values to save.
     """
 
     def __init__(self) -> None:

@@ -129,11 +129,11 @@ class AccumulatingFeed:
         self._feed.seek(place, local)
 
     def local_state(self) -> Plain:
-        """Return the part of the position that only this rank knows; None: there is no such part."""
+        """Return the part of the position that only this rank knows; None if there is no such part."""
         return self._feed.local_state()
 
     def identity(self) -> DataIdentity | None:
-        """Return the identity of the dataset; None: it is not known."""
+        """Return the identity of the dataset; None if it is not known."""
         return self._feed.identity()
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class Prover:
 
     Args:
         adapter: the framework. If it cannot digest the results of a block, nothing is checked.
-        every: steps between two checks; 0: no checks.
+        every: steps between two checks; 0 means no checks.
         world_size: ranks of the job.
         deciding: the check of the script's variables on which the updates depend.
     """
@@ -339,7 +339,7 @@ class _Variables(NamedTuple):
         plain: bools, numbers and strings by name, including attributes of ``self``.
         inner: bools, numbers and strings in attributes of other objects, by ``name.attribute``: for example the
             position in a loader class of the script.
-        drawing: positions of iterators and random generators by name; empty: not known.
+        drawing: positions of iterators and random generators by name; empty if they are not known.
     """
 
     plain: Mapping[str, object]
@@ -394,7 +394,9 @@ def _advanced(before: int | str, after: int | str) -> bool:
 
 
 def _changed(before: _Variables, after: _Variables, deciding: Container[str], of_model: Sequence[str]) -> str:
-    """Return a text with the possible causes of different results: changed variables, and all iterators; empty: none.
+    """Return a text with the possible causes of different results: changed variables, and all iterators.
+
+    The result is empty if there are none.
 
     Args:
         before, after: the variables at the starts of two runs of the block.

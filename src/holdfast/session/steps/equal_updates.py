@@ -43,7 +43,7 @@ class _Updates(NamedTuple):
 
     Attributes:
         settings: the scheduled settings of each optimizer that has stepped, by the name of the update.
-        number: identifies the updates, below STEP_MODULUS; 0: they are not compared.
+        number: identifies the updates, below STEP_MODULUS; 0 if they are not compared.
     """
 
     step: int
@@ -57,7 +57,8 @@ class EqualUpdates:
     Args:
         rank: number of this rank. Rank 0 warns.
         source: the adapter, if it can describe updates.
-        client: the connection to the agent, over which an error gets the updates of another rank; None: no agent.
+        client: the connection to the agent, over which an error gets the updates of another rank; None if there is no
+            agent.
         scaled: a gradient scaler may leave out an update on this rank alone.
         searches: look for variables on which the updates depend.
 
@@ -165,7 +166,10 @@ class EqualUpdates:
         self.variables.committed(ended=ended)
 
     def _number(self) -> int:
-        """Return a number from 1 to STEP_MODULUS - 1 that identifies the updates of the block; 0: not compared."""
+        """Return a number from 1 to STEP_MODULUS - 1 that identifies the updates of the block.
+
+        The result is 0 if they are not compared.
+        """
         if self._scaled and not self._made:
             return 0
         parts: list[bytes] = []

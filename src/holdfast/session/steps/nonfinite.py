@@ -52,7 +52,7 @@ class NonfiniteCheck:
         mode: the action: ``stop``, ``skip``, ``warn`` or ``ignore``.
 
     Attributes:
-        since: the first step whose update used gradients with inf or nan; -1: none did.
+        since: the first step whose update used gradients with inf or nan; -1 if none did.
     """
 
     def __init__(self, adapter: GroupAdapter, mode: NonFinite) -> None:
@@ -152,7 +152,7 @@ class NonfiniteCheck:
             )
 
     def values(self) -> dict[str, int]:
-        """Return :attr:`since` under ``KEY``, for a checkpoint; empty: no update used gradients with inf or nan."""
+        """Return :attr:`since` under ``KEY``, for a checkpoint; empty if no update used gradients with inf or nan."""
         return {KEY: self.since} if self.since >= 0 else {}
 
     def keeps(self, policy: KeepPolicy) -> KeepPolicy:

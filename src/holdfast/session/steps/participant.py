@@ -87,7 +87,7 @@ class StepParticipant:
         machine: the state machine of the step, which only this object changes.
         script: the position of the script. Call its methods with the lock held.
         changed: the lock, a condition that is notified after each change.
-        exit_source: name of the signal or file that asks this rank to leave; empty: none.
+        exit_source: name of the signal or file that asks this rank to leave; empty if there is none.
         orphaned: launcher and agent are gone. released: all ranks have finished.
         catalogue_version, layouts: the newest known layouts of all ranks, by rank, and their version.
         timer: the times of the open block.
@@ -219,7 +219,7 @@ class StepParticipant:
     def _advanced(self, event: ScriptEvent | None = None) -> None:
         """Wake all waiting threads after a change of the step or script. If the rank is fenced, report the change.
 
-        The caller holds the lock. Hot path. ``event``: the event of the script; None: the step has changed.
+        The caller holds the lock. Hot path. ``event``: the event of the script; None if the step has changed.
         """
         self.changed.notify_all()
         if self.machine.fenced is not None:
@@ -372,7 +372,7 @@ class StepParticipant:
             return entered
 
     def computed(self, at_ns: int) -> None:
-        """Write to the status page how long this block has computed its gradients, without waits for other ranks.
+        """Write to the status page how long this block took to compute its gradients, less its waits for other ranks.
 
         Args:
             at_ns: CLOCK_MONOTONIC, in nanoseconds, when the gradients were complete.
@@ -406,7 +406,10 @@ class StepParticipant:
             return state
 
     def note_local(self, payload: bytes | None, step: int) -> None:
-        """Write ``payload``, encoded rank-local values of ``step``, to the status page. None: leave it unchanged."""
+        """Write ``payload``, encoded rank-local values of ``step``, to the status page.
+
+        None leaves the page unchanged.
+        """
         if self.client is not None and payload is not None:
             self.client.page.write_local(step, payload)
 
@@ -414,7 +417,8 @@ class StepParticipant:
         """Commit step s (UPDATING(s) -> READY(s+1)).
 
         Args:
-            payload: encoded rank-local values of step s+1, first written to the status page; None: unchanged.
+            payload: encoded rank-local values of step s+1, first written to the status page; None leaves the page
+                unchanged.
         """
         page = None if self.client is None else self.client.page
         self.note_local(payload, self.step + 1)
@@ -551,7 +555,7 @@ class StepParticipant:
         """Wait until an order or a kill ends this process, while other threads serve its state.
 
         Args:
-            phase: the phase to show on the status page; None: unchanged.
+            phase: the phase to show on the status page; None leaves the phase unchanged.
         """
         if phase is not None:
             self.enter(phase)

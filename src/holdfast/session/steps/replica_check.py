@@ -47,7 +47,7 @@ class Verifier:
         rank: protocol state of this rank.
         adapter: the framework.
         votes: casts the votes of this rank.
-        every: number of steps in which all of the state is compared once; 0: never.
+        every: number of steps in which all of the state is compared once; 0 means never.
     """
 
     def __init__(self, rank: StepParticipant, adapter: StateAdapter, votes: VoteCaster, every: int) -> None:
@@ -95,12 +95,12 @@ class Verifier:
         """Vote until all ranks have all layouts and have compared all copies, before the state is saved or given.
 
         Args:
-            collected: the state of this rank, whose layout was published (``VoteCaster.tell``). None: this rank cannot
-                read its state, so the call raises StateError on all ranks.
+            collected: the state of this rank, whose layout was published (``VoteCaster.tell``). None if this rank
+                cannot read its state, so the call raises StateError on all ranks.
 
         Returns:
             True if no copy differs. False if copies differ. This rank has then sent the digests of its copies to the
-                controller, which orders a return to an earlier, compared state. The state must not be saved or given.
+            controller, which orders a return to an earlier, compared state. The state must not be saved or given.
 
         Raises:
             PeerLost: the vote broke.
@@ -179,7 +179,7 @@ class Verifier:
 
         Args:
             collected: the state.
-            slices: the parts of the state to digest; None: all state of which other ranks hold copies.
+            slices: the parts of the state to digest; None means all state of which other ranks hold copies.
         """
         if slices is None:
             self._refresh()

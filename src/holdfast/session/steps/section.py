@@ -30,7 +30,7 @@ class Sections:
 
     @property
     def unfinished(self) -> str:
-        """Name of a section that has begun and not finished, for a save; empty: there is none."""
+        """Name of a section that has begun and not finished, for a save; empty if there is none."""
         return self._left or self._owed
 
     def stand_at(self, session: Mapping[str, Any]) -> None:

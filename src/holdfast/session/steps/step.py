@@ -68,16 +68,22 @@ class StepOwner(Protocol):
         """Send the digests of this rank's state after the vote of ``step`` has shown that copies of it differ."""
 
     def entered(self, step: int) -> bytes | None:
-        """Record that the block of ``step`` began. Return rank-local values for the status page; None: unchanged."""
+        """Record that the block of ``step`` began. Return rank-local values for the status page.
+
+        The result is None if they are unchanged.
+        """
 
     def foresee(self) -> bytes | None:
         """Log the update in the memory tier, before the vote.
 
-        Return the rank-local values of the next step for the status page; None: unchanged.
+        Return the rank-local values of the next step for the status page; None if they are unchanged.
         """
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Record position and layout before a commit. Return rank-local values for the status page; None: unchanged."""
+        """Record position and layout before a commit. Return rank-local values for the status page.
+
+        The result is None if they are unchanged.
+        """
 
     def after_ready(self, step: Step, tally: Tally) -> None:
         """Handle the requests of the vote (saves, an exit) after ``step`` is committed."""
@@ -134,7 +140,7 @@ class Step:
         again: True if the code before the block has already run. Either this process got the step earlier, or the lost
             process that it replaces had begun the block.
         batch: the value of ``batch`` in ``with step as batch``; None in a loop without a loader.
-        batches: number of the loader's batches in the list ``batch``; None: ``batch`` is one batch.
+        batches: number of the loader's batches in the list ``batch``; None if ``batch`` is one batch.
         part, parts: index of this block in its step, and number of blocks of the step. A step has several blocks, each
             with its own batch, if the job has fewer ranks than at its start. Only the last block can be committed.
 
@@ -255,7 +261,7 @@ class StepRunner:
         owner: the session.
         finite: the check of gradients for inf and nan.
         verify: arguments ``verify_block`` and ``verify_ranks`` of the session: steps between two checks that a block
-            repeats its results in this process, and on other ranks; 0: no check.
+            repeats its results in this process, and on other ranks; 0 means no check.
     """
 
     def __init__(
@@ -441,7 +447,10 @@ class StepRunner:
         self._vote(step, optimizer)
 
     def _writes(self) -> int | None:
-        """Return a count of writes to weights, to detect a change without a gradient; None: the count is not needed."""
+        """Return a count of writes to weights, to detect a change without a gradient.
+
+        The result is None if the count is not needed.
+        """
         if self._empty.over or self._able.sees is None:
             return None
         return self._able.sees.gradients.weights_alone()
@@ -470,7 +479,7 @@ class StepRunner:
         """Vote on the update of ``step``. Return normally if the update may be made. Raises: StepAborted: it must not.
 
         Args:
-            optimizer: the optimizer that is about to step; empty: the vote is at the end of the block.
+            optimizer: the optimizer that is about to step; empty if the vote is at the end of the block.
         """
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:

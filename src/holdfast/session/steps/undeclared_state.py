@@ -125,7 +125,7 @@ def _renewed() -> Set[str]:
 def number_of_look(since: int) -> int | None:
     """Return which search of a group of three (0, 1 or 2) is due ``since`` steps after the first search.
 
-    None: none is due.
+    The result is None if no search is due.
     """
     if since < LOOKS:
         return since

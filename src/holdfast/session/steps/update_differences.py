@@ -33,7 +33,9 @@ def described(updates: Updates) -> str:
 
 
 def difference(client: WorkerClient | None, rank: int, step: int, mine: Updates, *, replaces: bool) -> str:
-    """Return how the updates of another rank in ``step`` differ from those of this rank; empty: it is not known.
+    """Return how the updates of another rank in ``step`` differ from those of this rank.
+
+    The result is empty if the difference is not known.
 
     Args:
         rank: number of this rank.
@@ -58,7 +60,7 @@ def difference(client: WorkerClient | None, rank: int, step: int, mine: Updates,
 
 
 def in_words(mine: Updates, other: int, theirs: Updates) -> str:
-    """Return how the updates ``theirs`` of rank ``other`` differ from ``mine``; empty: they are equal."""
+    """Return how the updates ``theirs`` of rank ``other`` differ from ``mine``; empty if they are equal."""
     if mine.keys() != theirs.keys():
         return f"rank {other} {described(theirs)}"
     differences = [*_differences(mine, other, theirs)]

@@ -47,8 +47,8 @@ class UpdateRecord:
         every: steps between two kept states; below 1: the memory tier decides.
 
     Attributes:
-        why_not: the reason why nothing is logged. Empty: updates are logged if some box of this rank has no other
-            holder.
+        why_not: the reason why nothing is logged. If it is empty, updates are logged whenever some box of this rank
+            has no other holder.
     """
 
     def __init__(self, adapter: StateAdapter, every: int) -> None:
@@ -90,7 +90,7 @@ class UpdateRecord:
             alone: names of the tensors of which this rank is the only holder of some box.
 
         Returns:
-            The reason why nothing is logged; empty: updates are logged, or need not be.
+            The reason why nothing is logged; empty if updates are logged, or need not be.
         """
         if self._log is None or self._updates is None:
             return self.why_not

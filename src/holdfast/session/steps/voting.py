@@ -77,7 +77,7 @@ class VoteCaster:
         The next vote would be too late, because a fault may come first.
 
         Args:
-            collected: the state whose layout is published; None: the present state.
+            collected: the state whose layout is published; None means the present state.
         """
         if collected is None:
             size = self._adapter.state_size()

@@ -19,8 +19,8 @@ def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> 
     Args:
         adapter: the framework.
         blocks: runs the blocks.
-        feed: the batches of any rank; None: the block draws its own. If the feed cannot go back
-            after a draw, no step is yielded. The process then rehearses after it is called, like a newcomer.
+        feed: the batches of any rank; None if the block draws its own. If the feed cannot go back after a draw, no
+            step is yielded. The process then rehearses after it is called, like a newcomer.
     """
     if feed is not None and not feed.repeatable:
         return

@@ -227,7 +227,7 @@ class _Callee(NamedTuple):
 
     Attributes:
         function: the function.
-        owner: the expression for the ``self`` of a method; None: the function is not a method.
+        owner: the expression for the ``self`` of a method; None if the function is not a method.
         updates: True: the function is the method ``step`` of an optimizer (an object with parameter groups).
         given: number of arguments that ``functools.partial`` has already bound.
     """
@@ -239,7 +239,10 @@ class _Callee(NamedTuple):
 
 
 def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
-    """Return the function that a call of the expression ``called`` would run now; None: it is not a Python function."""
+    """Return the function that a call of the expression ``called`` would run now.
+
+    The result is None if it is not a Python function.
+    """
     if not chain(called):
         return None
     owner: ast.expr | None = None
@@ -317,7 +320,10 @@ def _value(name: str, place: tuple[str, int]) -> object:
 
 
 def static_of(holder: object, attribute: str) -> object:
-    """Return an attribute of an object or its class, without running code of the script; None: no such attribute."""
+    """Return an attribute of an object or its class, without running code of the script.
+
+    The result is None if there is no such attribute.
+    """
     found = instance_of(holder).get(attribute)
     if found is not None:
         return found
@@ -333,7 +339,7 @@ def instance_of(holder: object) -> dict[str, object]:
 
 
 def definition(code: CodeType) -> ast.FunctionDef | None:
-    """Return a new syntax tree of a function; None: the source is not available, or the function is a lambda."""
+    """Return a new syntax tree of a function; None if the source is not available, or if the function is a lambda."""
     tree = _parsed(_text(code))
     return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
 

@@ -44,8 +44,8 @@ class VariableUse(NamedTuple):
 
     Attributes:
         name: the variable.
-        writes: True: the variable is written. False: it is read.
-        at: line and column of the use; None: a part of the variable is written, which counts as a read as well.
+        writes: True if the variable is written, False if it is read.
+        at: line and column of the use; None if a part of the variable is written, which counts as a read as well.
     """
 
     name: str
@@ -231,7 +231,7 @@ def _first_uses(
         items: the uses of variables in the order of execution.
         varying: variables that differ from step to step. If the condition of an ``if`` depends on one of them, steps
             may take different branches. If not, a write in one branch counts as a write in every step.
-        reads: the reads that count; None: all. Other reads are ignored, such as one for a log line.
+        reads: the reads that count; None means all reads. Other reads are ignored, such as one for a log line.
     """
     first: dict[str, bool] = {}
     _follow(list(_counting(items, reads)), varying, first, {}, frozenset())
@@ -314,7 +314,7 @@ def assigned(
 
 
 def assigned_value(node: Assignment) -> ast.expr | None:
-    """Return the right side of an assignment, or the iterable of a ``for`` loop; None: there is no value."""
+    """Return the right side of an assignment, or the iterable of a ``for`` loop; None if there is no value."""
     return node.iter if isinstance(node, ast.For) else node.value
 
 
@@ -427,5 +427,5 @@ def _changes(name: str, method: str) -> bool:
 
 
 def value_now(name: str) -> object:
-    """Return the present value of a variable in the stack frames of the script; None: it has no value."""
+    """Return the present value of a variable in the stack frames of the script; None if it has no value."""
     return values_of([name]).get(name)

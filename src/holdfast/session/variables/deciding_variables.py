@@ -270,7 +270,7 @@ def block_at(places: Places) -> ast.AST | None:
 
 
 def _blocks(inside: Iterable[ast.AST]) -> list[ast.With]:
-    """Return a list with the outermost ``with`` statement in ``inside``; empty: there is none."""
+    """Return a list with the outermost ``with`` statement in ``inside``; empty if there is none."""
     return [node for node in inside if isinstance(node, ast.With)][:1]
 
 

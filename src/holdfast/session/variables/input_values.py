@@ -42,7 +42,7 @@ class InputValues:
     """The inputs of the loops of one rank, and their comparison with those of the job.
 
     Args:
-        source: the adapter; None: the adapter cannot digest values, or nothing is checked.
+        source: the adapter; None if the adapter cannot digest values, or nothing is checked.
         variables: the check of the variables on which updates depend; it knows which variables are state of the
             session.
         warns: this rank logs the warnings about settings.

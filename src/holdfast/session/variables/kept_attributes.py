@@ -54,7 +54,10 @@ def kept_by(items: Iterable[object]) -> KeptAttributes:
 
 
 def _read(item: object, method: str, depth: int) -> Iterator[tuple[object, str]]:
-    """Yield the attributes that a method of ``item`` reads, as pairs (object, name). An empty name: all attributes."""
+    """Yield the attributes that a method of ``item`` reads, as pairs (object, name).
+
+    An empty name means all attributes.
+    """
     function = inspect.unwrap(found) if callable(found := static_of(item, method)) else None
     source = None
     if isinstance(function, FunctionType) and of_script(function.__code__.co_filename):

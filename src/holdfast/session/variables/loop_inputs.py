@@ -172,7 +172,7 @@ def _region(places: Places, search: _InputSearch) -> Iterator[ast.AST]:
 
 
 def _begin_of_session(scope: ast.AST, line: int) -> int | None:
-    """Return the last line up to ``line`` in which ``scope`` begins a session; None: there is none."""
+    """Return the last line up to ``line`` in which ``scope`` begins a session; None if there is none."""
     calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and node.lineno <= line)
     return max((node.lineno for node in calls if _SESSION.search(dotted(node.func))), default=None)
 
@@ -199,7 +199,7 @@ def _parameters(place: tuple[str, int]) -> set[str]:
 def _argument(place: tuple[str, int], parameter: str, caller: tuple[str, int]) -> ast.expr | None:
     """Return the argument that the call at ``caller`` passes for a parameter of the function at ``place``.
 
-    None: unknown.
+    The result is None if the argument is unknown.
     """
     scope = scope_of(*place)
     if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -141,7 +141,7 @@ def bind(trace: TracebackType | None) -> None:
     """Assign a placeholder to each unset variable to which the rest of an aborted block would have assigned a value.
 
     Args:
-        trace: the traceback of the exception that left the block. None: nothing is assigned.
+        trace: the traceback of the exception that left the block. None if nothing is assigned.
     """
     if trace is None:
         return
@@ -156,7 +156,7 @@ def exchange(*, inside: bool) -> None:
     """Exchange the placeholders in the frames of the script.
 
     Args:
-        inside: True: a block begins, which must not compute with placeholders. False: a block has ended.
+        inside: True if a block begins, which must not compute with placeholders; False if a block has ended.
     """
     if not _bound:
         return

@@ -54,7 +54,10 @@ def dotted(node: ast.expr) -> str:
 
 
 def _name(target: ast.expr | None) -> str:
-    """Return the name of the variable or attribute that an assignment to ``target`` changes in place; empty: none."""
+    """Return the name of the variable or attribute that an assignment to ``target`` changes in place.
+
+    The result is empty if there is none.
+    """
     match target:
         case None | ast.Name(ctx=ast.Store()):
             return ""
@@ -64,7 +67,7 @@ def _name(target: ast.expr | None) -> str:
 
 
 def _tensor(node: ast.AST) -> ast.expr | None:
-    """Return the tensor that a method call changes in place; None: ``node`` is no such call."""
+    """Return the tensor that a method call changes in place; None if ``node`` is not such a call."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name, value=tensor)) if name in _IN_PLACE:
             return tensor

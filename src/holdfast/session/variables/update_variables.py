@@ -89,7 +89,7 @@ class UpdateVariables:
 
     Args:
         on: False: no variables are searched, so nothing is checked.
-        source: the adapter; None: the adapter cannot describe updates.
+        source: the adapter; None if the adapter cannot describe updates.
         warns: this rank logs the warnings about the variables.
 
     Attributes:
@@ -337,7 +337,7 @@ class UpdateVariables:
     def passed(self) -> dict[str, Any]:
         """When the script takes the next step, read the variables that have had one value in all updates.
 
-        Return values under ``KEY`` for the rank-local values of this next step; empty: the earlier values stay.
+        Return values under ``KEY`` for the rank-local values of this next step; empty if the earlier values stay.
         """
         if not (names := self._of_rank.unchanged - self._partly):
             return {}
@@ -349,7 +349,7 @@ class UpdateVariables:
         return {KEY: self._of_rank.kept(None if self._are_of_rank() else names)}
 
     def names(self) -> str:
-        """Return the names of the variables as text; empty: there are none."""
+        """Return the names of the variables as text; empty if there are none."""
         return ", ".join(list(self._names)[:VARIABLES_MAX])
 
     def described(self) -> str:
@@ -413,7 +413,7 @@ def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dic
     Values of other types are left out, because they may be state of the session.
 
     Args:
-        source: the adapter, which reads the contents of tensors; None: tensors are left out.
+        source: the adapter, which reads the contents of tensors; if None, tensors are left out.
     """
     found: dict[str, PlainValue] = {}
     for name, value in values.items():
@@ -444,7 +444,7 @@ def _is_small(value: object) -> bool:
 
 
 def _count(value: object, depth: int) -> int:
-    """Return the number of items in nested containers; -1: there are too many, or an item is not a number or string.
+    """Return the number of items in nested containers; -1 if there are too many, or if one is not a number or string.
 
     Args:
         depth: largest number of containers around an item.

@@ -63,7 +63,7 @@ class VariableHistory:
     """The history of some variables of one job.
 
     Attributes:
-        values: the values at the first update of the open block; empty: the block has made no update.
+        values: the values at the first update of the open block; empty if the block has made no update.
         continues: True: this process has loaded the history, and has not committed a step since then.
     """
 

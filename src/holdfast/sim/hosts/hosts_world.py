@@ -542,7 +542,8 @@ class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         code: exit code of the job. It comes from a controller with a majority if such a controller ended the run,
-            otherwise from a controller that decided alone. -1: no controller ended the run, and no host is left.
+            otherwise from a controller that decided alone. -1 if no controller has ended the run, and no host is
+            left.
         step: the step at which training finished; -1 if training did not finish.
         time_s: virtual seconds of the run.
         digest: digest of all simulated events, equal for equal runs.

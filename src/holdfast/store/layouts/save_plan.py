@@ -193,7 +193,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return [*lost, *(piece for region in rest for piece in subtract(region, lost))]
 
     def uncovered(self) -> list[tuple[str, Box]]:
-        """Return tensor name and region of each box that no living rank holds, at most ``UNCOVERED_MAX``."""
+        """Return tensor name and region of the boxes that no living rank holds: the first ``UNCOVERED_MAX`` of them."""
         lost = {tensor.fqn: boxes for kind, boxes in self.lost for tensor in self.kinds[kind]}
         if not self.sources:
             lost |= {t.fqn: [Box.whole(t.shape)] for t in self.catalogue.tensors if not t.size_bytes}

@@ -251,7 +251,7 @@ class StagedSource:
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
         """Return the bytes of several boxes as one range of the pool.
 
-        None if the bytes are not adjacent in the pool.
+        The result is None if the bytes are not adjacent in the pool.
         """
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):

@@ -70,8 +70,8 @@ class Inner(Protocol):
         """Make every collective in progress end with an error; idempotent, from any thread, returns at once.
 
         Args:
-            abort: the common abort of the NCCL backends of several groups, this group's included; None: make an abort
-                for this group alone.
+            abort: the common abort of the NCCL backends of several groups, this group's included. If None, make an
+                abort for this group alone.
         """
 
     def severed(self) -> bool:
@@ -105,7 +105,7 @@ class Handle(Protocol):
 
     @property
     def built_in(self) -> Generation | None:
-        """The generation in which ``inner`` was built; None: there is no inner group."""
+        """The generation in which ``inner`` was built; None if there is no inner group."""
 
     def meet(self, generation: Generation) -> None:
         """Wait until every rank is about to rebuild its groups. Raises: GroupError."""
@@ -368,7 +368,7 @@ class CommState:
             raise GroupAborted(f"{what}: {self.reason}")
 
     def returning_data(self, on: bool) -> None:
-        """Mark the begin (``on``) or the end of a call that must return data of a peer; calls are counted per thread.
+        """Mark the start (``on``) or the end of a call that must return data of a peer; calls are counted per thread.
 
         In a poisoned process a collective of such a call raises :class:`GroupAborted`.
         """

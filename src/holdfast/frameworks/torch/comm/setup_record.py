@@ -88,7 +88,10 @@ class SetupRecord:
         self._bytes = self._stored_bytes = 0
 
     def call(self, what: str, group: str, rank: int) -> SetupCall | None:
-        """Return the call of the collective that begins now; None: the script does not make it, or it is not kept."""
+        """Return the call of the collective that begins now.
+
+        The result is None if the script does not make it, or if it is not kept.
+        """
         place = _place(sys._getframe(1))
         if place is None or self._counts.total() >= RESULTS_MAX:
             return None
@@ -160,7 +163,7 @@ def place_in_script_of_call(*, by_function: bool) -> str:
 
 
 def _caller(frame: FrameType | None, *, by_function: bool = False) -> FrameType | None:
-    """Return the frame outside of torch that calls a function of ``torch.distributed``; None: there is none."""
+    """Return the frame outside of torch that calls a function of ``torch.distributed``; None if there is none."""
     while frame is not None and (file := frame.f_code.co_filename).startswith((*_CALLS, _HERE)):
         by_function = by_function or file.startswith(_CALLS)
         frame = frame.f_back
@@ -173,7 +176,7 @@ def _place(inner: FrameType | None) -> int | None:
     """Return a number that identifies the place from which the present collective is made.
 
     The place is the stack of lines, of the script and its libraries, that leads to a call of a function of
-    ``torch.distributed``. None: torch itself makes the collective.
+    ``torch.distributed``. None if torch itself makes the collective.
     """
     frame = _caller(inner)
     if frame is None:

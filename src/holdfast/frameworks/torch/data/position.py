@@ -62,7 +62,7 @@ class Source(ABC):
 
     Attributes:
         length: batches per epoch of this rank; None if not known.
-        device: device to which the user's loader moves batches; None: it does not move them.
+        device: device to which the user's loader moves batches; None if it does not move them.
     """
 
     def __init__(self, user: Any, seed: int, draws: Draws) -> None:
@@ -186,7 +186,7 @@ class TorchFeed:
         """Return the next batch; after the last batch of an epoch, the first of the next epoch.
 
         Args:
-            epochs: number of epochs to draw; None: no limit.
+            epochs: number of epochs to draw; None means no limit.
 
         Raises:
             StopIteration: ``epochs`` epochs are over.

@@ -224,7 +224,7 @@ class _Parts:
     def _dealt(
         self, groups: list[list[Any]], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return the parameter name for each key of the optimizer's state; None: the names are not certain.
+        """Return the parameter name for each key of the optimizer's state; None if the names are not certain.
 
         The groups (for example with and without weight decay) must each keep the order of the model. The names of the
         model are assigned in order. Each name must fit the shape of the next parameter of exactly one group.

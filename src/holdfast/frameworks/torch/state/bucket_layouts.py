@@ -92,7 +92,7 @@ class BucketLayouts:
         ]
 
     def load(self, values: Any) -> None:
-        """Keep the layouts of a loaded state, for :meth:`needs_rehearsal`; None: the state has no layouts."""
+        """Keep the layouts of a loaded state, for :meth:`needs_rehearsal`; None if the state has no layouts."""
         self._loaded = values if isinstance(values, list) else []
 
     # ------------------------------------------------------------------ rehearsals

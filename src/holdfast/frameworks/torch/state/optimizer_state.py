@@ -656,7 +656,8 @@ def allocate(
 
     Args:
         there: the present tensor. It is returned if it already fits.
-        order: the dimensions, from the slowest to the fastest in memory. None: as in ``like``, or in C order.
+        order: the dimensions, from the slowest to the fastest in memory. None means the order of ``like``, or C
+            order.
 
     Raises:
         CheckpointInvalid: ``order`` does not name each dimension once.

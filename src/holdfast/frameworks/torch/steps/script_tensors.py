@@ -43,7 +43,7 @@ class Place(NamedTuple):
     Attributes:
         path: the expression for this place in the script: ``ema.shadow['fc.weight']``.
         modules: the modules that have registered the tensor, the outermost first, each with its path and class.
-        container: the dict, list, object or cell that holds it; None: a variable.
+        container: the dict, list, object or cell that holds it; None for a variable.
         key: its key in ``container``.
         value: the tensor, the array, the counter or another value.
     """

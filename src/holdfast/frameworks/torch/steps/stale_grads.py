@@ -88,7 +88,7 @@ class Leftover:
         """Refuse an update with gradients of an earlier block that no ``zero_grad`` has removed.
 
         Args:
-            members: parameters of the optimizer that is about to step; None: of all optimizers.
+            members: parameters of the optimizer that is about to step; None means the parameters of all optimizers.
 
         Raises:
             StepError: one of them still has such a gradient.
