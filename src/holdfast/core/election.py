@@ -82,7 +82,7 @@ Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
 class Votes(NamedTuple):
-    """The voters that have granted their vote to this agent in ``term``. Term 0: no votes were requested."""
+    """The voters that have granted their vote to this agent in ``term``. Term 0 means that no votes were requested."""
 
     term: int = 0
     voters: frozenset[NodeId] = frozenset()

@@ -22,7 +22,7 @@ class RunContext(NamedTuple):
         saves_as: id of the run in the names of its checkpoints.
         age_s: seconds since the run began.
         verify_every: number of steps in which all copies of the state are compared once; 0 means never.
-        memory_every: steps between two states in the memory tier; 0 if no states are kept; AUTO: the tier decides.
+        memory_every: steps between two states in the memory tier; 0 if no states are kept, AUTO if the tier decides.
         checkpoints: the default directory of checkpoints; None if there is none.
         shared: directory in shared memory that outlives this process; None if there is none.
         pull: function (rank, step) that fetches a state of the memory tier from another node, and returns False if no

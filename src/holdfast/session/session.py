@@ -202,7 +202,7 @@ class Session(ScriptLoops):
         return self
 
     def _join(self) -> tuple[WorkerClient | None, bool]:
-        """Return the connection to the agent (None: no agent), and whether sessions start the agents."""
+        """Return the connection to the agent (None without an agent), and whether sessions start the agents."""
         client = WorkerClient.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False

@@ -226,7 +226,10 @@ def _verdict(past: ReplayedState, data: Data) -> Changes:
 
 
 def _decided(past: ReplayedState, data: Data) -> Changes:
-    """Return how the record of a decision changes the state, even if the decision has not been carried out yet."""
+    """Return the new values of the fields of the state that the decision in a log record changes.
+
+    A decision counts even if it has not been carried out yet.
+    """
     if data["action"] in STOP_CODE:
         action, reason = cast(Action, data["action"]), str(data["reason"])
         evidence = tuple(_list(data, "evidence"))

@@ -83,7 +83,8 @@ class MemoryTier:
         rank: protocol state of this rank, with the layouts of all ranks.
         adapter: the framework.
         directory: the directory of the run's shared memory; None if no agent outlives this process.
-        every: steps between two kept states; if 0, nothing is kept; AUTO: as often as copies are cheap.
+        every: steps between two kept states; 0 if no states are kept, AUTO to keep states as often as copies are
+            cheap.
         values: returns the plain values common to all ranks, given the collected state and its step.
         locals_: returns the rank-local values.
         pull: function (rank, step) that fetches a kept state from another node, and returns False if no node has it.
@@ -151,9 +152,10 @@ class MemoryTier:
             self._slots.finish()
 
     def due(self, step: int) -> bool:
-        """Return whether this rank votes to keep its state of ``step``: a copy is due, or (AUTO) affordable.
+        """Return whether this rank votes to keep its state of ``step``: a copy is due or, with AUTO, affordable.
 
-        AUTO: no interval is given. With several nodes, the previous kept state must first have arrived on another node.
+        AUTO means that no interval is given. With several nodes, the previous kept state must first have arrived on
+        another node.
 
         Raises: StateError: the layouts of the ranks contradict each other.
         """
@@ -400,7 +402,7 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | Non
     Args:
         alone: some box of the state has only one holder.
         size_bytes: size of the boxes that only this rank holds.
-        every: steps between two kept states; 0 if no states are kept; AUTO: as often as time allows.
+        every: steps between two kept states; 0 if no states are kept, AUTO to keep states as often as time allows.
         unlogged: why updates since the kept state are not logged; empty if they are logged, None if it is not known.
     """
     if not alone:

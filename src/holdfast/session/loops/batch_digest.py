@@ -37,7 +37,7 @@ class Drawn:
     Args:
         adapter: the framework. If it cannot digest batches, nothing is compared.
         rank: the rank of this process.
-        verify: False: nothing is compared.
+        verify: if False, nothing is compared.
 
     Attributes:
         record: step, digests and start position of the batches that were drawn last, for the rank-local values; None

@@ -158,7 +158,7 @@ class EqualUpdates:
         """Record that the step of the newest vote is committed. Its block has just ended.
 
         Args:
-            ended: an epoch has ended with it.
+            ended: an epoch has ended with this step.
         """
         voted = self._voted
         late = len(self._made) > len(voted.settings)

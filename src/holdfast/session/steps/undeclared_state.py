@@ -40,7 +40,7 @@ class UndeclaredState:
 
     Args:
         adapter: the framework. If it cannot find undeclared state, nothing is checked.
-        on: False: nothing is checked.
+        on: if False, nothing is checked.
     """
 
     def __init__(self, adapter: object, *, on: bool) -> None:

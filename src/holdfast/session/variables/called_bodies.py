@@ -58,7 +58,7 @@ class CallWithBody(ast.Call):
 
     Attributes:
         body: the statements of the function, in which variables have the names of the caller.
-        updates: True: the function is the method ``step`` of an optimizer.
+        updates: True if the function is the method ``step`` of an optimizer.
     """
 
     _fields = (*ast.Call._fields, "body")
@@ -228,7 +228,7 @@ class _Callee(NamedTuple):
     Attributes:
         function: the function.
         owner: the expression for the ``self`` of a method; None if the function is not a method.
-        updates: True: the function is the method ``step`` of an optimizer (an object with parameter groups).
+        updates: True if the function is the method ``step`` of an optimizer (an object with parameter groups).
         given: number of arguments that ``functools.partial`` has already bound.
     """
 

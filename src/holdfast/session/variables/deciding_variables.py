@@ -62,8 +62,8 @@ class PlacedVariable(NamedTuple):
     Attributes:
         name: its name, as in :func:`holdfast.runtime.worker.script_frames.values_of`.
         place: file and line that the stack frame with the variable executes.
-        partly: True: some steps write the variable before reading it, so all its values may follow from the number of
-            the step.
+        partly: True if some steps write the variable before reading it, so all its values may follow from the number
+            of the step.
     """
 
     name: str

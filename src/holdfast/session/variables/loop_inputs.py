@@ -97,7 +97,7 @@ class _InputSearch(NamedTuple):
 
     Attributes:
         steps: the place of the loop over steps.
-        turns: True: only code inside of loops counts.
+        turns: True if only code inside of loops counts.
     """
 
     steps: tuple[str, int]

@@ -88,15 +88,15 @@ class UpdateVariables:
     """The check of the variables on which one rank's updates depend.
 
     Args:
-        on: False: no variables are searched, so nothing is checked.
+        on: if False, no variables are searched, so nothing is checked.
         source: the adapter; None if the adapter cannot describe updates.
         warns: this rank logs the warnings about the variables.
 
     Attributes:
         set_once: the variables that the script sets only once, each with a flag. The flag is True if a block sets the
             variable from the result of a collective.
-        mixed: True: in a vote that has passed, ranks had different values.
-        met: True: the values of this process have been compared with those of other ranks.
+        mixed: True if, in a vote that has passed, ranks had different values.
+        met: True if the values of this process have been compared with those of other ranks.
     """
 
     def __init__(self, source: DescribesUpdates | None, *, on: bool, warns: bool) -> None:
@@ -296,7 +296,7 @@ class UpdateVariables:
         self.met = self.met or bool(self._history.values)
 
     def committed(self, *, ended: bool) -> None:
-        """Record that the step is committed. ``ended``: an epoch ends with it."""
+        """Record that the step is committed. ``ended``: an epoch ends with this step."""
         self._history.committed(ended=ended)
         self._of_rank.committed(ended=ended)
 

@@ -64,7 +64,7 @@ class VariableHistory:
 
     Attributes:
         values: the values at the first update of the open block; empty if the block has made no update.
-        continues: True: this process has loaded the history, and has not committed a step since then.
+        continues: True if this process has loaded the history, and has not committed a step since then.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class VariableHistory:
         return list(record if names is None else record.of(names))
 
     def committed(self, *, ended: bool) -> None:
-        """Record that the step of the open block is committed. ``ended``: an epoch ends with it."""
+        """Record that the step of the open block is committed. ``ended``: an epoch ends with this step."""
         # A block without an update has not compared the values.
         self._record, self.continues = self._next(ended=ended), self.continues and not self.values
 

@@ -223,7 +223,7 @@ class CommState:
     # ------------------------------------------------------------------ modes
 
     def shield(self, on: bool) -> None:
-        """Switch the shield, which is on inside a step before its vote.
+        """Switch the shield on or off. It is on inside a step before its vote.
 
         While the shield is on, broken collectives complete on local data instead of raising.
         """

@@ -139,7 +139,10 @@ def _region(
     places: tuple[tuple[int, ...], ...],
     sizes: tuple[tuple[int, ...], ...],
 ) -> TensorRegion:
-    """Return the region that these attributes of a tensor of shape ``local`` name. Raises: StateError."""
+    """Return the region that the attributes of a tensor describe. ``local``: the shape of the tensor itself.
+
+    Raises: StateError.
+    """
     sound = len(offsets) == len(places) == len(sizes) and all(
         len(shape) == len(size) == len(local)
         and _lies_in(size, offset, shape)
