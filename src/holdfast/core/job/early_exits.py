@@ -20,8 +20,8 @@ LEFT = "left with code 0 while others computed"
 def missed(now: float, job: Job, faults: Faults, fault: Fault) -> list[Fault]:
     """Return the exits with code 0 that explain ``fault``.
 
-    It must be the first fault, and a lost peer must be able to cause it. ``now`` is in seconds on the clock of the
-    controller.
+    ``fault`` must be the first fault, and the loss of a peer must be able to cause it. ``now`` is in seconds on the
+    clock of the controller.
     """
     if faults.all:
         return []

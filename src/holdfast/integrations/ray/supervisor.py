@@ -232,7 +232,7 @@ class Supervisor:
             self._leave()
 
     def _leave(self) -> list[Any]:
-        """Ask all launchers to leave. Return the calls, which are in flight."""
+        """Ask all launchers to leave. Return the Ray calls, which are still in progress."""
         return [node.actor.leave.remote() for node in self._nodes if node.active]
 
     def _ask_lost(self) -> None:

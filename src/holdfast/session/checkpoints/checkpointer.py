@@ -164,7 +164,7 @@ class Checkpointer:
             self._sole = SoleUse(self.root, tells=begins)
 
     def close(self) -> None:
-        """Finish the save in flight, stop serving the state, and release the lock of the directory."""
+        """Finish the save in progress, stop serving the state, and release the lock of the directory."""
         self.resumed()
         self._background.close()
         self._sole.close()

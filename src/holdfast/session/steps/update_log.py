@@ -44,7 +44,7 @@ class UpdateRecord:
 
     Args:
         adapter: the framework.
-        every: steps between two kept states; below 1: the memory tier decides.
+        every: steps between two kept states; if below 1, the memory tier decides.
 
     Attributes:
         why_not: the reason why nothing is logged. If it is empty, updates are logged whenever some box of this rank

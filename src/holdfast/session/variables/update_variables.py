@@ -167,7 +167,7 @@ class UpdateVariables:
         return [each for each in found if not self._declared(each.name, each.place, objects, kept)]
 
     def passes_end(self) -> None:
-        """Read the values at the end of a loop where this process continues the job.
+        """Read the values of the variables at the end of the loop in which this process continues the job.
 
         The code after the loop may change them. The source has not been searched yet, so the names come from the
         loaded state.
@@ -177,7 +177,7 @@ class UpdateVariables:
                 history.passes_end(_plain(values_of(history.newest), self._source))
 
     def enters_loop(self) -> None:
-        """Read the values where this process enters the loop of the state that it continues."""
+        """Read the values of the variables when this process enters the loop in which it continues the job."""
         if self._of_rank.continues:
             self._of_rank.enters(_plain(values_of(self._of_rank.newest), self._source))
 

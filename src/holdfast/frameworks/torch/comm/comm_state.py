@@ -127,7 +127,7 @@ class Handle(Protocol):
         """Return a new gloo group over the ranks of this group, used only for votes. Raises: GroupError."""
 
     def open_board(self, generation: Generation) -> SharedMemoryAllReduce | None:
-        """Return the board (shared-memory all-reduce) of this group's ranks; None on several nodes.
+        """Return the board (shared-memory all-reduce) of this group's ranks; None in a job of several nodes.
 
         Raises: StateError.
         """

@@ -436,7 +436,7 @@ class OptimizerState:
         return hyperparameters(self.optimizer)
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``groups``, settings of parameter groups, back. Remove the groups that were added later."""
+        """Write back ``groups``, the settings of parameter groups. Remove the groups that were added later."""
         del self.optimizer.param_groups[len(groups) :]
         set_hyperparameters(self.optimizer, groups)
 
