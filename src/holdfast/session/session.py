@@ -577,7 +577,10 @@ class Session(ScriptLoops):
         return self._loops.entered(step)
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch that model replica ``copy`` draws for the open step. Raises: LookupError: not known."""
+        """Return the batch that model replica ``copy`` draws for the open step.
+
+        Raises: LookupError: the batch is not known.
+        """
         return self._loops.batch_of(copy)
 
     def foresee(self) -> bytes | None:

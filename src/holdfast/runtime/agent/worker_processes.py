@@ -308,7 +308,7 @@ class Processes:
         The start waits for the zygote, and for exiting processes to free their memory.
 
         Raises:
-            OSError: no permission for the log.
+            OSError: this user may not write the log.
         """
         member_id = order.assignment.member_id
         if member_id in self.living or member_id in self._asked or order in self._waiting:

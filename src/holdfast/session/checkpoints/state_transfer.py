@@ -175,7 +175,8 @@ def take_over(
     If the state in memory is invalid, report this, and wait for the order to leave: the function does not return.
 
     Raises:
-        CheckpointMismatch: the model differs. CheckpointInvalid: malformed values. PeerLost: a box has no holder.
+        CheckpointMismatch: the model differs. CheckpointInvalid: the received values are malformed. PeerLost: a box
+            has no holder.
     """
     if not (order.kept or order.replays):
         return take(adapter, client, order)

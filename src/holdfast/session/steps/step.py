@@ -92,7 +92,10 @@ class StepOwner(Protocol):
         """Set number and batch of ``step`` to those of the job's present step, because the job has gone back to it."""
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch that model replica ``copy`` draws for the open step. Raises: LookupError: not known."""
+        """Return the batch that model replica ``copy`` draws for the open step.
+
+        Raises: LookupError: the batch is not known.
+        """
 
 
 class BlockAbilities(NamedTuple):

@@ -525,7 +525,7 @@ class _Differences(msgspec.Struct):
         """Raise an error if the checkpoint differs in names, shapes or dtypes in a way that the caller has not allowed.
 
         Raises:
-            CheckpointMismatch: lists the first differences.
+            CheckpointMismatch: the checkpoint differs in that way. The error lists the first differences.
         """
 
         def allowed(fqn: str) -> bool:

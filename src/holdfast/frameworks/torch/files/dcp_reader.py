@@ -86,7 +86,7 @@ def read_dcp(
 
     Raises:
         CheckpointInvalid: the directory is damaged, incomplete, or has content that DCP does not write.
-        StoreWriteError: no room for the scratch file.
+        StoreWriteError: there is no room for the scratch file.
     """
     with Directory.open(folder) as directory:
         items = {name: item for name, item in read_items(directory).items() if wanted(name, item)}

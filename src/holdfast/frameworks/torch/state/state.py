@@ -295,7 +295,7 @@ class TorchState:
 
     Raises:
         StateError: a value that cannot be saved; the error names its key path and type.
-        UsageError: an argument of a wrong type.
+        UsageError: an argument has a wrong type.
     """
 
     def __init__(

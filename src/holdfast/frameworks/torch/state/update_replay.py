@@ -308,7 +308,10 @@ def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(parameter: torch.Tensor, gradient: Gradient) -> torch.Tensor:
-    """Return the recorded gradient as a tensor for ``parameter``. Raises: StateError: another dtype or shape."""
+    """Return the recorded gradient as a tensor for ``parameter``.
+
+    Raises: StateError: the gradient has another dtype or shape.
+    """
     made = torch.empty_like(parameter, requires_grad=False)
     local = local_of(made)
     dtype = TORCH_DTYPES.get(gradient.dtype)
