@@ -210,7 +210,7 @@ class DyingCheckpoint:
     """The state machine of the controller; the module docstring states its rules.
 
     ``phase`` is for reports: forming (ranks connect), training, stopping, reaching (slower ranks complete the newest
-        step), saving, renaming, over.
+    step), saving, renaming, over.
     """
 
     def __init__(self, world_size: int) -> None:

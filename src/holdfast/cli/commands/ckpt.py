@@ -304,8 +304,8 @@ def import_(
     """Write SOURCE as a checkpoint below ROOT.
 
     SOURCE is a torch.save file, a torch DCP directory, a .safetensors file, a directory with model.safetensors or
-        model.safetensors.index.json, or a directory of Megatron (iter_N with its mp_rank_XX, or the directory above
-        it). With --strategy, SOURCE is a directory with MindSpore's rank_N/*.ckpt.
+    model.safetensors.index.json, or a directory of Megatron (iter_N with its mp_rank_XX, or the directory above
+    it). With --strategy, SOURCE is a directory with MindSpore's rank_N/*.ckpt.
     """
     with ExitStack() as stack:
 

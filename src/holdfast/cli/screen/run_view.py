@@ -59,7 +59,7 @@ class SpareView(msgspec.Struct):
     """A spare, a process that waits to become a rank.
 
     ``where``: the place in the script where it waits; empty if it is still starting. ``age_s``: seconds since it began
-        to wait or, before that, since it was started.
+    to wait or, before that, since it was started.
     """
 
     pid: int

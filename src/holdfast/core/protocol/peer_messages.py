@@ -63,7 +63,7 @@ class PeerList(Message, frozen=True):
     """The list of all agents that the sender knows, and the names of its jobs. It is sent again after each change.
 
     ``job``: the job that the sender belongs to. ``near``: the job that a connected agent belongs to. An empty name
-        means no job.
+    means no job.
     """
 
     job: str

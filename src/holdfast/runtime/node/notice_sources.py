@@ -271,7 +271,7 @@ async def output_of(
     """Run a command, and return its exit code and the beginning of its output (stdout and stderr).
 
     A command that takes too long is killed with its process group. ``environment``: the variables of the command; None
-        means the variables of this process.
+    means the variables of this process.
 
     Raises:
         OSError: the command cannot be started.

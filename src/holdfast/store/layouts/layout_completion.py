@@ -91,7 +91,7 @@ def _completed(
 def _kept_apart(known: Mapping[str, Row], each: Sequence[Mapping[str, list[Row]]]) -> set[str]:
     """Return the names of the optimizers for which two ranks each lack an entry that the other rank has.
 
-        Only the entries of parameters that a rank holds count as missing on this rank.
+    Only the entries of parameters that a rank holds count as missing on this rank.
 
     Args:
         known: the entries of all optimizers by name.
