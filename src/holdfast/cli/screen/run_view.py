@@ -313,7 +313,7 @@ def _rank_view(page: Page) -> RankView:
 
 
 def _still_s(ranks: list[RankView]) -> float:
-    """Return the seconds since any rank in a session made progress, if a step never takes that long; otherwise 0."""
+    """Return the seconds since the last progress of any rank, if no step takes that long; otherwise 0."""
     living = [r for r in ranks if r.alive]
     busy_s = max((r.busy_s for r in living), default=0.0)
     inside = any(r.phase in INSIDE for r in living) and all(r.phase in INSIDE | OUTSIDE for r in living)

@@ -72,7 +72,7 @@ def show_following(client: WorkerClient, error: BaseException) -> None:
 
 
 def _lost_peer(error: BaseException | None) -> bool:
-    """Return True if the exception, or an earlier one in its chain, is a ``FaultError`` or has ``PeerLost: `` as text.
+    """Return True if ``error`` or an earlier exception in its chain is a ``FaultError``, or names ``PeerLost``.
 
     torch turns an error in a callback of autograd into an exception that has only the text of the error.
     """

@@ -51,7 +51,9 @@ class LoadedState:
         self._check(step, "between the session's begin and this epoch")
 
     def opens_loop(self, step: int, *, again: bool) -> None:
-        """Restore the values that the code before the loop has changed in the state of ``step``, and check the rest.
+        """Restore those values of the state of ``step`` that the code before the loop has changed.
+
+        Check the other values.
 
         Args:
             again: the job has opened this loop before, so the code before the loop has run again.

@@ -129,7 +129,7 @@ class EqualUpdates:
         )
 
     def read(self, tally: Tally, step: int) -> None:
-        """Remember a difference between the updates of ranks that is not refused.
+        """Record a difference between the updates of the ranks, if this difference is allowed.
 
         Raises:
             StepError: the difference comes from a replacement. No rank makes the update of the vote.

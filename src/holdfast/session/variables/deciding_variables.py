@@ -356,7 +356,7 @@ def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[
 
 
 def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield the variables that a loop over steps carries, and on which the result of the function around it depends.
+    """Yield those variables carried by a loop over steps on which the result of the function around the loop depends.
 
     In this search, methods of local objects are inlined (``meter.update(loss)``). In a search from the caller of the
     function they are not.

@@ -75,7 +75,7 @@ def _tensor(node: ast.AST) -> ast.expr | None:
 
 
 def _tensors(body: ast.AST, state: Set[str]) -> Set[str]:
-    """Return the names in ``body`` of tensors of modules and of the state, and of containers of such tensors."""
+    """Return the names in ``body`` that stand for tensors of modules or of the state, or for their containers."""
     assignments = [assignment for assignment, _ in assigned(body)]
     found, size = set(state), -1
     while size != len(found):

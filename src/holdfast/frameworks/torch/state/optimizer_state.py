@@ -420,7 +420,10 @@ class OptimizerState:
         return type(self._optimizer).__name__
 
     def size(self) -> int:
-        """Return a hash that changes with the tensors of the state and their shapes, in lists and dicts as well."""
+        """Return a hash that changes with the tensors of the state and with their shapes.
+
+        Tensors in lists and dicts count as well.
+        """
         return hash(tuple([_form(of_one) for of_one in self.optimizer.state.values()]))
 
     def hyperparameters(self) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ session's state is a copy of that number.
 
 Two kinds of change count. The tensor itself was written. Or a container that existed before the first step holds
 another tensor under the same key (``shadow[name] = decay * shadow[name] + ...``). A list that each step makes again
-is no such container, unless the source shows that the new list is computed from the old one. A sample of the elements
-is compared. Tensors are found again by weak references, so none is kept alive.
+does not count as such a container, unless the source shows that the new list is computed from the old one. A sample
+of the elements is compared. Tensors are found again by weak references, so none is kept alive.
 """
 
 from __future__ import annotations
