@@ -97,7 +97,7 @@ class LostTime:
         Args:
             begun: start of the run; Unix time.
             now: the present time, or the end of the run; Unix time.
-            recoveries: begin and end of the recovery of each fault; Unix time.
+            recoveries: start and end of the recovery of each fault; Unix time.
             still_s: seconds since any rank made progress.
             steps: the number of steps that the job has made, each counted once, and the number of redone steps.
         """

@@ -32,7 +32,7 @@ def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: 
         mine: the identity of this rank's dataset.
 
     Raises:
-        UsageError: the datasets must be the same and differ.
+        UsageError: the datasets differ, although they must be the same.
     """
     what = "the data of the ranks was"
     other, *words = first_published(client, f"holdfast/data/{loop}", [rank, *mine], what)

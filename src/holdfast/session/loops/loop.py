@@ -128,8 +128,8 @@ class Loops:
         verify_data: compare the drawn batches with those that the earlier process drew.
 
     Attributes:
-        place: the place of the job: a dict with number (``loop``), data position (``at``), begin and end
-            (``bound``) of its loop, and the finished turns.
+        place: the place of the job: a dict with number (``loop``), data position (``at``), start and end (``bound``)
+            of its loop, and the finished turns.
         walk: the position of the script among its epochs and phases.
         local: the rank-local values of the last committed step.
         mine: the rank-local values that the script sets itself: ``Session.own`` and attached objects.
@@ -476,7 +476,7 @@ class Loops:
         self.mine.put()
 
     def _say_what_it_is(self) -> None:
-        """Write dataset, begin and end of the open loop, and those of the first loop, into the place of the job."""
+        """Write dataset, start and end of the open loop, and those of the first loop, into the place of the job."""
         if self.place["loop"] == 0:
             self._first = self._bound
         self.place.update(data=self._data, bound=self._bound, first=self._first, over=False)

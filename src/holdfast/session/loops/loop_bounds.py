@@ -73,7 +73,7 @@ def bound_of(
     *,
     counts_from_here: bool = False,
 ) -> Bound:
-    """Return the bound (steps of begin and end), in this process, of a loop that was open in the loaded state.
+    """Return the bound (steps of start and end), in this process, of a loop that was open in the loaded state.
 
     Args:
         loop: number of the loop in the script.

@@ -173,7 +173,7 @@ class WaitTime:
         self._ended_ns = time.monotonic_ns()
 
     def take(self) -> tuple[int, int] | None:
-        """Return begin and end of the span (monotonic ns), once; None if there is no span since the last call."""
+        """Return start and end of the span (monotonic ns), once; None if there is no span since the last call."""
         if self._ended_ns <= self._begun_ns:
             return None
         since_ns, self._begun_ns = self._begun_ns, self._ended_ns

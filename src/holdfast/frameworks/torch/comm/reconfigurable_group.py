@@ -545,7 +545,7 @@ class ReconfigurableGroup(OuterGroup):
     def _end_coalescing(self, device: torch.device) -> Work:
         """End coalescing in the inner group in which this thread began it, even if that group was aborted since.
 
-        NCCL counts the begins and ends per thread.
+        NCCL counts the starts and ends per thread.
         """
         group = self._coalescing.pop(threading.get_ident(), None)
         if group is None:
