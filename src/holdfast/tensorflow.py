@@ -169,7 +169,7 @@ def fit(
 
 @contextmanager
 def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer, with one begin and one end.
+    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer, with one start and one end.
 
     Otherwise an early stop would count from 0 in each epoch, a log file would start again, and the average of the
     weights (``use_ema``) would replace the weights after each epoch.

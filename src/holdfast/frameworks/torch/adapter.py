@@ -491,7 +491,8 @@ class TorchAdapter:
     def holds_weights(self) -> bool:
         """Return True if the model still holds the weights that were recorded last (``KnowsWeights``).
 
-        False: the script has put other weights into the model, for example averages for an evaluation.
+        The result is False if the script has put other weights into the model, for example averages for an
+        evaluation.
         """
         return self._sample.is_there()
 
