@@ -194,7 +194,7 @@ class Election:
                 return
 
     def check(self) -> None:
-        """Raise AssertionError if a candidate or leader lacks its own vote, is no voter, or leads in a wrong term."""
+        """Raise AssertionError if a candidate or leader lacks its own vote, is not a voter or leads in a wrong term."""
         electorate = self.kept.electorate
         if self.role in ("candidate", "leader"):
             assert self.kept.voted_for == self.me, f"{self.role} without its own vote"

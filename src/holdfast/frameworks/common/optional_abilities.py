@@ -255,7 +255,7 @@ class DescribesUpdates(Protocol):
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of a tensor on the CPU.
 
-        Return None if ``value`` is no such tensor, or is larger than ``size_bytes_max``.
+        Return None if ``value`` is not such a tensor, or is larger than ``size_bytes_max``.
         """
 
     def digest_of(self, value: object) -> int | None:

@@ -582,7 +582,7 @@ def check_name(fqn: str) -> None:
     """Raise an error if the name of a tensor cannot be a key of a safetensors file.
 
     Raises:
-        StateError: the name is empty, too long, reserved, no valid Unicode, or has control characters.
+        StateError: the name is empty, too long, reserved, not valid Unicode, or has control characters.
     """
     if not 0 < len(fqn) <= FQN_LENGTH_MAX:
         raise StateError(

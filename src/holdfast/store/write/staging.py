@@ -205,7 +205,7 @@ class PoolReader:
         """Return the decoded :class:`SaveJob` whose offset and size in the pool are in ``order``.
 
         Raises:
-            InternalError: the range is outside of the pool, or its bytes are no :class:`SaveJob`.
+            InternalError: the range is outside of the pool, or its bytes are not a :class:`SaveJob`.
         """
         if self._map is None or len(self._map) != order.pool_size_bytes:
             self._map = None

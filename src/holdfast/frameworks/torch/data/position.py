@@ -150,7 +150,7 @@ class TorchFeed:
         self.rewinds = True
 
     def become(self, draws: Draws) -> None:
-        """Start again at the first batch with the streams ``draws``, because this process is no spare any longer.
+        """Start again at the first batch with the streams ``draws``, because this process is not a spare any longer.
 
         The batches drawn before this call were for no rank. Loader workers that are running continue to work for the
         new rank.
