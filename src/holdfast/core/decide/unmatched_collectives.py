@@ -73,9 +73,10 @@ def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | No
 
 
 def _least(final: list[_Count]) -> list[_Count]:
-    """Return the entry with the smallest count, and the smallest one among ranks that started at another time.
+    """Return the entry with the smallest count, and one of a rank that started at another time.
 
-    The second entry is missing if all ranks started together.
+    The second entry has the smallest count among the ranks that started at another time than the rank of the first
+    entry. It is missing if all ranks started together.
     """
     if not final:
         return []

@@ -76,7 +76,8 @@ def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
     """Warn if the checkpoint was written with another dataset.
 
     Args:
-        saved: length and content digest of the dataset, from the checkpoint; any other value: not known.
+        saved: length and content digest of the dataset, from the checkpoint; any other value means that they are not
+            known.
         now: the identity of the present dataset.
     """
     if not isinstance(saved, list) or len(saved) != 2:

@@ -243,7 +243,8 @@ class Loops:
         """Return an iterator over the steps of the next loop of the script.
 
         Args:
-            loader, epochs, until, batches: arguments of ``Session.steps``; None in ``epochs`` and ``until``: no limit.
+            loader, epochs, until, batches: arguments of ``Session.steps``; None in ``epochs`` and ``until`` means no
+                limit.
             after_block: the work after a block. The loop ends early when all ranks have agreed to leave.
             blocks: runs the blocks of the steps.
         """

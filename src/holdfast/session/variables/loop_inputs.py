@@ -85,7 +85,7 @@ def _inside_session(places: Places) -> Places:
 
 
 def _origin(name: str, places: Places) -> InputOrigin:
-    """Return which code sets ``name``, a variable of the function at the first of ``places``, which has the loop."""
+    """Return which code sets ``name``, a variable of the function that has the loop (the first of ``places``)."""
     if _is_set(name, places, _InputSearch(places[0], turns=True)):
         return InputOrigin.EPOCH
     after = _is_set(name, places, _InputSearch(places[0], turns=False))

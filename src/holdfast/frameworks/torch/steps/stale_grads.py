@@ -91,7 +91,7 @@ class Leftover:
             members: parameters of the optimizer that is about to step; None means the parameters of all optimizers.
 
         Raises:
-            StepError: one of them still has such a gradient.
+            StepError: a parameter still has such a gradient.
         """
         if not self._suspects:
             return
