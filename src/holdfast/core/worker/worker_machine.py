@@ -85,7 +85,7 @@ class ServingEnded(Message, frozen=True):
 
 
 class WaitReached(Message, frozen=True):
-    """Report of the shell that the script waits for the job to continue, and that an order to continue has arrived."""
+    """Report of the shell: the script waits for the job to continue, and an order to continue has arrived."""
 
 
 class StateRestored(Message, frozen=True):
@@ -264,7 +264,7 @@ class WorkerMachine:
 
     @property
     def reached(self) -> bool:
-        """True if this rank, and so every rank, has committed a step in the generation in which it continues."""
+        """True if this rank, and therefore every rank, has committed a step in the present generation."""
         return self._reached
 
     def reaches(self) -> bool:

@@ -96,8 +96,8 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
 
     Args:
         voters: the nodes that vote in elections.
-        alone: 0: the controller serves the whole job. Otherwise it serves only this node, which cannot reach a majority
-            of the voters, and ``alone`` is the number of this node.
+        alone: 0 if the controller serves the whole job. Otherwise it serves only this node, which cannot reach a
+            majority of the voters, and ``alone`` is the number of this node.
     """
     config = Config(
         run_id=settings.saves_as,

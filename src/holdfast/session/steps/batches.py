@@ -30,7 +30,7 @@ from holdfast.frameworks.common.optional_abilities import MarksTensors
 
 
 class _Given(NamedTuple):
-    """A tensor that a block was given, its place in the batch, and its mark at that time: writes change the mark."""
+    """A tensor given to a block, its place in the batch, and its mark at that time. A write changes the mark."""
 
     place: Place
     tensor: Any

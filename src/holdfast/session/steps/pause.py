@@ -24,7 +24,7 @@ class Pause:
             rank.client.on(HoldOver, self._take)
 
     def _take(self, message: HoldOrder | HoldOver) -> None:
-        """Handle the controller's order to request a stop, or its message that the stop is over (client thread)."""
+        """Handle, in the client thread, the controller's order to request a stop or to end it."""
         with self._rank.changed:
             self._machine.handle(message)
             self._rank.changed.notify_all()
