@@ -170,7 +170,7 @@ class Codec(Generic[M]):
 
     @cached_property
     def _decoder(self) -> msgspec.msgpack.Decoder[M]:
-        """The decoder, made at first use: for a large union that takes long, and a launcher rarely needs it."""
+        """The decoder. It is made at first use, because to make one for a large union of messages takes long."""
         return msgspec.msgpack.Decoder(self._kind)
 
     def encode(self, message: M) -> bytes:

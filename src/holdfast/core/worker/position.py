@@ -418,8 +418,8 @@ class ScriptMachine:
         """Return True if the state cannot be given or saved before the script has returned to the session.
 
         Args:
-            replaces: the state goes to replacements. If False, all ranks start again before the block, and code before
-                the block is not a part of the state.
+            replaces: the state goes to replacements. If False, all ranks start again before the block. They then run
+                the code before the block again, so the state need not include the effects of this code.
         """
         if self._rules.awaited == "step" and (not replaces or self._by_framework):
             return False

@@ -246,7 +246,7 @@ class WorkerMachine:
         return self._resume is not None or self._settled_in == self._steps.fenced
 
     def stand_at_turn(self, turns: int) -> None:
-        """Record the number of finished epochs and phases in the state that this rank has loaded."""
+        """Record the number of epochs and phases that are finished, as the loaded state says."""
         self._turns = turns
 
     def pass_turn(self) -> bool:

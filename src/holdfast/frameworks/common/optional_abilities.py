@@ -321,7 +321,9 @@ class AgreesOnSums(Protocol):
         """
 
     def agree(self) -> None:
-        """Make the order of the sums equal on all ranks, if that is due. All ranks call it before a block with peers.
+        """Make the order in which gradients are summed equal on all ranks, if it may differ.
+
+        All ranks call this method before a block with peers.
 
         Raises:
             PeerLost: a rank is lost.

@@ -147,7 +147,7 @@ class ControllerLog(EventLog):
             past: the state that the earlier lines describe.
             lines: the number of these lines since the last snapshot.
             term: the term of this controller.
-            on_line: receives each line in a job of several nodes; None if lines have no numbers.
+            on_line: receives each line, in a job of several nodes, whose lines have numbers. None in a job of one node.
             after: (term, number) of the last earlier line.
         """
         self._past, self._since = past, lines

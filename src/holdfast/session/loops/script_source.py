@@ -90,13 +90,14 @@ class Helper(NamedTuple):
     def has_counted(self, first: int, turns: int, steps: int) -> str:
         """Return, in words, the variable with which this generator has counted the turns of its loop.
 
-        The result is empty if there is none. The text also names the variable with the limit of the count, and the
-        place of the generator. A block that runs again takes one more turn of the loop. So a generator that counts
+        The result is empty if there is none. The text also names the variable that holds the limit of the count, and
+        the place of the generator. A block that runs again takes one more turn of the loop. So a generator that counts
         turns ends the loop before the last step.
 
         Args:
             first: step at which this process began the loop.
-            turns, steps: turns that the loop has taken in this process, and steps that they have committed.
+            turns: turns that the loop has taken in this process.
+            steps: steps that this process has committed in the loop.
         """
         if turns == steps:
             return ""

@@ -24,7 +24,10 @@ class Pause:
             rank.client.on(HoldOver, self._take)
 
     def _take(self, message: HoldOrder | HoldOver) -> None:
-        """Handle, in the client thread, the controller's order to request a stop or to end it."""
+        """Handle an order of the controller: that this rank requests a stop, or that a stop is over.
+
+        The client thread calls this method.
+        """
         with self._rank.changed:
             self._machine.handle(message)
             self._rank.changed.notify_all()

@@ -87,7 +87,7 @@ def inputs(block: ast.AST, wanted: Iterable[ast.AST]) -> list[str]:
 
 
 def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
-    """Return the data flow of ``block`` with all expressions on which ``wanted`` depend."""
+    """Return the data flow of ``block``. It has all expressions on which the expressions ``wanted`` depend."""
     flow = _DataFlow(block)
     for expression in wanted:
         flow.want(expression)

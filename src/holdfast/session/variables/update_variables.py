@@ -216,8 +216,8 @@ class UpdateVariables:
         """Warn of numbers and arrays that had one value in all earlier steps of the job, and have another value now.
 
         The script may set such a variable once from data (the first loss). The user may also have changed a setting
-        before this start. A replacement has the settings of the lost process, so a changed array is refused there. A
-        number is not refused, because it may be a time.
+        before this start. No setting changes between a lost process and its replacement. So a replacement refuses an
+        array that has another value. A number is not refused, because it may be a time.
 
         Raises:
             StepError: such an array differs in a replacement.

@@ -298,7 +298,7 @@ class Undo:
         self._states.clear()
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Return the copies that :meth:`record` made of parameters and :meth:`keep` of tensors.
+        """Return the copies of parameters that :meth:`record` made, and of tensors that :meth:`keep` made.
 
         The key of a copy is the ``id`` of the original tensor.
         """

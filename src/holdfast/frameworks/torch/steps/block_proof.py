@@ -151,7 +151,7 @@ class Suspicion:
         return "" if self._witness is None else self._witness.cause
 
     def changed(self) -> list[str]:
-        """Return the numbers in attributes of modules that differ between the starts of the last two runs, in words."""
+        """Return, in words, which attributes of modules had other numbers when the last run of the block began."""
         before, now = self._numbers
         return [
             f"{name} (was {before[name]}, then {value})"

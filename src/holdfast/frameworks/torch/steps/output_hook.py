@@ -1,4 +1,4 @@
-"""The session's forward hook on a module of the script, which copies of the module do not have."""
+"""The session's forward hook on a module of the script. Copies of the module do not have the hook."""
 
 from __future__ import annotations
 
