@@ -246,6 +246,9 @@ class DescribesUpdates(Protocol):
     def declares(self, value: object) -> bool:
         """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
 
+    def keeps(self, owner: object, attribute: str) -> bool:
+        """Return whether the state of the session contains a plain attribute of ``owner``, an object of the script."""
+
     def objects(self) -> list[object]:
         """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
 

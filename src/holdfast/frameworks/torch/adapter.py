@@ -321,6 +321,10 @@ class TorchAdapter:
         """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
         return self.state.declares(value)
 
+    def keeps(self, owner: object, attribute: str) -> bool:
+        """Return whether the state of the session contains a plain attribute of ``owner``, an object of the script."""
+        return self.state.keeps(owner, attribute)
+
     def objects(self) -> list[object]:
         """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
         return self.state.plain_objects()

@@ -376,8 +376,10 @@ class UpdateVariables:
         if source is None:
             return False
         values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
-        if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:
-            return True
+        if owners:
+            owner, attribute = found.get(owners[-1]), name.removeprefix(f"{owners[-1]}.")
+            if (id(owner), attribute) in kept.attributes or source.keeps(owner, attribute):
+                return True
         whole = (value for value in values if not any(value is item for item in objects))
         return any(id(value) in kept.objects for value in values) or any(map(source.declares, whole))
 

@@ -52,6 +52,7 @@ from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
 from holdfast.frameworks.torch.state.devices import await_devices, devices_of, named_errors
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
 from holdfast.frameworks.torch.state.locked_pages import host_bytes, host_pieces
+from holdfast.frameworks.torch.state.optimizer_attributes import plain_attributes
 from holdfast.frameworks.torch.state.optimizer_state import (
     Undo,
     allocate,
@@ -60,6 +61,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     parameters_of,
     refuse_in_backward,
     trained_by,
+    updating,
 )
 from holdfast.frameworks.torch.state.parameter_names import Models, names_of
 from holdfast.frameworks.torch.state.restore_in_place import put_into
@@ -341,8 +343,8 @@ class TorchState:
         """Return whether the state of the session contains ``value``.
 
         True for tensors of the state, schedules, the scaler and parameter groups, and for the user's own values, also
-        inside of lists and dicts. False for modules and optimizers, because their plain attributes are not part of the
-        state. False for None, the scaler of a session without a scaler.
+        inside of lists and dicts. False for modules and optimizers, because most of their attributes are not part of
+        the state (:meth:`keeps`). False for None, the scaler of a session without a scaler.
         """
         if value is None or isinstance(value, torch.nn.Module | Optimizer):
             return False
@@ -351,6 +353,11 @@ class TorchState:
         groups = (group for each in self.optimizers.values() for group in each.optimizer.param_groups)
         items = (self.scaler, *groups, *self.schedulers.values(), *_nested(self.extras))
         return any(value is item for item in items)
+
+    def keeps(self, owner: object, attribute: str) -> bool:
+        """Return whether the state of the session contains a plain attribute of ``owner``: an optimizer has some."""
+        inner = (updating(each.optimizer) for each in self.optimizers.values())
+        return any(owner is each and attribute in plain_attributes(each) for each in inner)
 
     def _has_tensor(self, tensor: torch.Tensor) -> bool:
         of_objects = (arrays_in(item.state_dict(), name) for name, item in self.objects().items())
@@ -417,7 +424,7 @@ class TorchState:
                 name: o.split(
                     out.add,
                     groups[name] if name in groups else hyperparameters(o.optimizer),
-                    o.optimizer.state if copies is None else copies.undo.state(o.optimizer),
+                    None if copies is None else copies.undo,
                 )
                 for name, o in self.optimizers.items()
             },
