@@ -642,6 +642,36 @@ def test_a_helper_that_ends_the_loop_by_its_turns_is_refused_by_name(
     assert "resumed at step 7 " in output and not ended, output
 
 
+@pytest.mark.parametrize(
+    ("form", "said", "code"),
+    [
+        (
+            "optimizer",
+            r"UsageError: a SGD that the session does not know updates state.rows.weight",
+            Exit.BAD_INPUT,
+        ),
+        (
+            "state",
+            r"holds a wrong copy of the state: state.rows.bias\[0:5\]: .* which need other names",
+            Exit.FAILED,
+        ),
+        (
+            "model",
+            r"holds a wrong copy of the state: rows.bias\[0:5\]: .* which need other names",
+            Exit.FAILED,
+        ),
+    ],
+)
+def test_rows_of_one_rank_are_never_given_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, said: str, code: Exit
+) -> None:
+    """Regression: a replacement got the rows of its peer, and a resumed job lost the momenta: exit code 0."""
+    monkeypatch.setenv("FORM", form)
+    output, ended = run(tmp_path, "naive", "rows", monkeypatch, code=code, KILL="1:5")
+    assert re.search(said, output) and not ended and "resumed" not in output, output
+    assert " in forward of step 5" not in output, "the ranks differ from the first update on"
+
+
 def changed_lines(name: str) -> int:
     """Return how many lines of the adapted script differ from the plain one, without regard to indentation."""
 

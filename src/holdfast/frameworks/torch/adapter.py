@@ -338,16 +338,28 @@ class TorchAdapter:
         return digest_of_content(value, self.state.addresses())
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
-        """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""
-        if self._updating:  # an optimizer of the session, which has voted, calls this one
-            return
+        """Raise an error if ``optimizer``, which is not part of the session, would update its weights.
+
+        Raises:
+            StepError: it would update the model without a vote.
+            UsageError: it would update a module in the user's state, and a new process would begin without its state.
+        """
         ours = self._foreign.get(id(optimizer))
         if ours is None:
+            if weight := self.state.updates_unsaved(optimizer):
+                raise UsageError(
+                    f"a {type(optimizer).__name__} that the session does not know updates {weight}, so a process that "
+                    "joins or resumes begins without the state of this optimizer",
+                    hint="session(model={'model': model, 'other': network}, optimizer={'model': optimizer, 'other': "
+                    "other_optimizer}), and `with step.update('other'): ...` around each update",
+                )
             ours = any(id(p) in self._ours for p in parameters_of(optimizer))
             # One that leaves its updates to optimizers of the session changes nothing without their votes.
             ours = ours and not any(id(inner) in self._names for inner in held_by(optimizer).values())
             self._foreign[id(optimizer)] = ours
-        if ours:
+        if (
+            ours and not self._updating
+        ):  # otherwise an optimizer of the session, which has voted, calls this one
             raise StepError(
                 f"a {type(optimizer).__name__} that the session does not know updates the model's parameters",
                 hint="holdfast.session(..., optimizer={'name': optimizer, ...})",
@@ -378,6 +390,8 @@ class TorchAdapter:
 
     def compares(self, fqn: str) -> bool:
         """Return True if tensor ``fqn`` must be equal on all ranks that hold it: weights and optimizer state."""
+        if fqn.startswith("state."):
+            return fqn in self.state.trained_extras()
         return fqn in self.state.names.parameters or (
             fqn.startswith("optimizer.") and fqn not in self._buffers
         )

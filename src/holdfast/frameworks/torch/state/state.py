@@ -445,6 +445,33 @@ class TorchState:
     def _plain(self, path: str, item: Any, known: Mapping[str, Any], out: TorchCollected) -> Plain:
         return split(known[path] if path in known else item.state_dict(), path, out.add)
 
+    def trained_extras(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of modules in the user's state that an optimizer there updates, by name of the state.
+
+        A rank may hold another value of the user's state, but not of such a parameter.
+        """
+        updated = {
+            id(p) for item in self.extras.values() if isinstance(item, Optimizer) for p in parameters_of(item)
+        }
+        return {fqn: p for fqn, p in self._parameters_of_extras() if id(p) in updated}
+
+    def _parameters_of_extras(self) -> Iterator[tuple[str, torch.Tensor]]:
+        known = set(map(id, self.names.parameters.values()))
+        for name, item in self.extras.items():
+            for key, parameter in item.named_parameters() if isinstance(item, nn.Module) else ():
+                if id(parameter) not in known:
+                    yield f"state.{name}.{key}", parameter
+
+    def updates_unsaved(self, optimizer: Optimizer) -> str:
+        """Return the name of a weight in the user's state that ``optimizer`` updates; empty if there is none.
+
+        Empty as well if the optimizer itself is in the user's state.
+        """
+        if any(item is optimizer for item in self.extras.values()):
+            return ""
+        updated = {id(p) for p in parameters_of(optimizer)}
+        return next((fqn for fqn, p in self._parameters_of_extras() if id(p) in updated), "")
+
     def plain_extras(self) -> dict[str, Any]:
         """Return the entries of the user's state that are plain values, by name."""
         return {
