@@ -267,6 +267,9 @@ class DescribesUpdates(Protocol):
         """
 
 
+TRAINED = "the trained weight "
+
+
 @runtime_checkable
 class ProvesBlocks(Protocol):
     """An adapter that can run a block without peers and without effect, and digest the block's results."""
@@ -295,6 +298,9 @@ class ProvesBlocks(Protocol):
 
         The keys name parts of the state in words.
         """
+
+    def trained(self) -> Mapping[str, int]:
+        """Return digests of the trained weights, keyed by :data:`TRAINED` and the name of the weight."""
 
     def computed(self) -> Mapping[str, int]:
         """Return digests of the results of the block so far; empty without results. Keys name the results in words."""

@@ -64,7 +64,7 @@ from holdfast.frameworks.torch.state.wrapper_reset import (
 )
 from holdfast.frameworks.torch.state.zero_redundancy import tentative
 from holdfast.frameworks.torch.steps.accelerate_accumulation import Accumulating
-from holdfast.frameworks.torch.steps.block_proof import Suspicion, computed_in, found_by
+from holdfast.frameworks.torch.steps.block_proof import Suspicion, computed_in, found_by, trained_in
 from holdfast.frameworks.torch.steps.elastic_accumulation import ElasticAccumulation
 from holdfast.frameworks.torch.steps.gradient_check import TorchGradients
 from holdfast.frameworks.torch.steps.other_ranks_blocks import OtherRanksBlocks
@@ -696,6 +696,10 @@ class TorchAdapter:
         """Return digests of the state from which a block starts, keyed by a description of each value."""
         lost = self._snapshot.averages.lost()
         return {**found_by(self.state), **{f"the weight {name} (no copy)": n for name, n in lost.items()}}
+
+    def trained(self) -> Mapping[str, int]:
+        """Return digests of the trained weights, keyed by ``TRAINED`` and the name of the weight."""
+        return trained_in(self.state)
 
     def computed(self) -> Mapping[str, int]:
         """Return digests of the results of the block so far, keyed by a description of each value."""
