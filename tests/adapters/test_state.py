@@ -330,6 +330,7 @@ class Counting(torch.optim.SGD):
     def __init__(self, parameters: Any, scale: float = 1.0) -> None:
         super().__init__(parameters, lr=0.1)
         self.updates, self.scale = 0, scale
+        self.scratch: torch.Tensor | None = None
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters."""
@@ -357,6 +358,20 @@ def test_attributes_that_updates_change_are_state_of_an_optimizer() -> None:
     assert frozen.values["optimizers"]["default"]["attributes"] == {"began": True, "updates": 1}
     snapshot.restore()
     assert resumed.updates == 1
+
+
+def test_a_flag_beside_objects_that_updates_make_is_not_kept() -> None:
+    """A process that joins or resumes has to make these objects again."""
+    old, new = Net(), Net()
+    counting, resumed = Counting(old.parameters()), Counting(new.parameters())
+    source, target = TorchState(old, {"default": counting}), TorchState(new, {"default": resumed})
+    step(old, counting)
+    counting.scratch = torch.zeros(3)
+    assert "attributes" not in source.collect().values["optimizers"]["default"]
+    copy_over(source, target)
+    assert resumed.updates == 0
+    copy_over(source, source)
+    assert counting.updates == 1
 
 
 def test_a_return_to_the_start_takes_attributes_back() -> None:

@@ -241,6 +241,7 @@ class UpdateVariables:
         """Warn of the variables that have changed. The others may be settings, or caches of one value."""
         changed = [name for name, value in values.items() if self._began.setdefault(name, value) != value]
         new = [name for name in changed if name not in self._told | self._partly] if self._warns else []
+        new = [name for name in new if not self._keeps(name, names[name][0])]
         if new:
             self._told.update(new)
             log.warning(
@@ -250,6 +251,14 @@ class UpdateVariables:
                 described(names[new[0]][1]),
                 HINT,
             )
+
+    def _keeps(self, name: str, place: tuple[str, int]) -> bool:
+        """Return whether the variable is a plain attribute that the session keeps, as of an optimizer."""
+        owners = owners_of(name)
+        if not owners or self._source is None:
+            return False
+        owner = values_of(owners, place).get(owners[-1])
+        return self._source.keeps(owner, name.removeprefix(f"{owners[-1]}."))
 
     @property
     def again(self) -> bool:
@@ -376,10 +385,8 @@ class UpdateVariables:
         if source is None:
             return False
         values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
-        if owners:
-            owner, attribute = found.get(owners[-1]), name.removeprefix(f"{owners[-1]}.")
-            if (id(owner), attribute) in kept.attributes or source.keeps(owner, attribute):
-                return True
+        if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:
+            return True
         whole = (value for value in values if not any(value is item for item in objects))
         return any(id(value) in kept.objects for value in values) or any(map(source.declares, whole))
 

@@ -442,6 +442,10 @@ class OptimizerState:
         """Return the name of the optimizer's class for checkpoints."""
         return type(self._optimizer).__name__
 
+    def keeps(self, owner: object, attribute: str) -> bool:
+        """Return whether the state contains a plain attribute of ``owner``: False if it is not this optimizer."""
+        return owner is updating(self.optimizer) and self._own.keeps(attribute)
+
     def size(self) -> int:
         """Return a hash that changes with the tensors of the state and their shapes, in lists and dicts as well."""
         return hash(tuple([_form(of_one) for of_one in self.optimizer.state.values()]))
@@ -657,7 +661,7 @@ class OptimizerState:
                 self.optimizer.state.pop(p, None)
             self._add_again(added, trained if added else ())
             set_hyperparameters(self.optimizer, groups)
-            self._own.restore(updating(self.optimizer), saved.get("attributes", {}))
+            self._own.restore(saved.get("attributes", {}))
             self.optimizer.state.update(states)
             for key, value in shared.items():
                 state[key] = put_into(before.get(key), value)

@@ -52,7 +52,6 @@ from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
 from holdfast.frameworks.torch.state.devices import await_devices, devices_of, named_errors
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
 from holdfast.frameworks.torch.state.locked_pages import host_bytes, host_pieces
-from holdfast.frameworks.torch.state.optimizer_attributes import plain_attributes
 from holdfast.frameworks.torch.state.optimizer_state import (
     Undo,
     allocate,
@@ -61,7 +60,6 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     parameters_of,
     refuse_in_backward,
     trained_by,
-    updating,
 )
 from holdfast.frameworks.torch.state.parameter_names import Models, names_of
 from holdfast.frameworks.torch.state.restore_in_place import put_into
@@ -356,8 +354,7 @@ class TorchState:
 
     def keeps(self, owner: object, attribute: str) -> bool:
         """Return whether the state of the session contains a plain attribute of ``owner``: an optimizer has some."""
-        inner = (updating(each.optimizer) for each in self.optimizers.values())
-        return any(owner is each and attribute in plain_attributes(each) for each in inner)
+        return any(each.keeps(owner, attribute) for each in self.optimizers.values())
 
     def _has_tensor(self, tensor: torch.Tensor) -> bool:
         of_objects = (arrays_in(item.state_dict(), name) for name, item in self.objects().items())
