@@ -88,6 +88,50 @@ def load(line: Line, cap: float, static: bool) -> dict[str, Any]:
     }
 
 
+def load_used(line: Line, find: bool) -> dict[str, Any]:
+    """Train with a layer that one rank alone uses, then load the layout in a new process and rehearse there alone."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    options: dict[str, Any] = {"static_graph": True, "find_unused_parameters": find}
+    old, new = (DDP(_Branch(copy.deepcopy(layers), line.rank), **options) for _ in range(2))
+    layouts = BucketLayouts([old], 2)
+    for _ in range(3):
+        old(torch.ones(1, 8)).sum().backward()
+        layouts.build()
+    joined = BucketLayouts([new], 2)
+    joined.load(layouts.values())
+    fabric().loopback()
+    while joined.needs_rehearsal(looped=True):
+        new.zero_grad()
+        new(torch.ones(1, 8)).sum().backward()
+        joined.rehearsed(computed=True)
+    forget_pass(new)
+    fabric().reconfigure(fabric().generation)
+    fabric().shield(True)  # another block
+    for model in (old, new):
+        model.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+    pairs = zip(old.parameters(), new.parameters(), strict=True)
+    return {
+        "equal": [a.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs if b.grad is not None]
+    }
+
+
+class _Branch(nn.Module):
+    """A model of two layers; rank 1 uses the first one alone."""
+
+    def __init__(self, layers: nn.ModuleList, rank: int) -> None:
+        super().__init__()
+        self.layers, self.rank = layers, rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape [n, 8] -> [n, 8]."""
+        x = self.layers[0](x)
+        out: torch.Tensor = x if self.rank else self.layers[1](x)
+        return out
+
+
 def agree(line: Line, known: list[Any]) -> dict[str, Any]:
     """Let the ranks agree; ``known`` has the layout of each rank, None for none."""
     dist.init_process_group("gloo")

@@ -36,6 +36,13 @@ def test_a_new_process_takes_the_loaded_layout_if_it_fits(
         assert seen["excused"] == (not static)
 
 
+@pytest.mark.parametrize("find", [False, True])
+def test_a_static_graph_takes_from_the_loaded_state_what_peers_use(worlds: Worlds, find: bool) -> None:
+    """Regression: with ``find_unused_parameters`` the first pass with peers raised an error of a late wait."""
+    for seen in worlds.values(bucket_orders.load_used, 2, find=find):
+        assert seen["equal"] == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("known", "agreed"),
     [

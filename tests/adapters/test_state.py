@@ -324,6 +324,67 @@ def test_undo_takes_updates_back() -> None:
     assert Undo().weights() == {}
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer that counts its updates in an attribute, and makes another one after the first."""
+
+    def __init__(self, parameters: Any, scale: float = 1.0) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.updates, self.scale = 0, scale
+        self.scratch: torch.Tensor | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters."""
+        if not self.updates:
+            self.began = True
+        self.updates += 1
+        return super().step(closure)
+
+
+def test_attributes_that_updates_change_are_state_of_an_optimizer() -> None:
+    """Regression: a resumed job began with the attributes of a start: other weights, exit code 0."""
+    old, new = Net(), Net()
+    counting, resumed = Counting(old.parameters()), Counting(new.parameters(), scale=2.0)
+    source, target = TorchState(old, {"default": counting}), TorchState(new, {"default": resumed})
+    assert "attributes" not in source.collect().values["optimizers"]["default"]
+    step(old, counting)
+    copy_over(source, target)
+    assert (resumed.updates, resumed.began) == (1, True) and resumed.scale == 2.0  # a setting stays
+    assert target.keeps(resumed, "updates") and not target.keeps(new, "updates")
+    snapshot = Snapshot(target)
+    snapshot.take()
+    snapshot.undo.record(resumed)
+    step(new, resumed)
+    frozen = target.collect(snapshot.copies())
+    assert frozen.values["optimizers"]["default"]["attributes"] == {"began": True, "updates": 1}
+    snapshot.restore()
+    assert resumed.updates == 1
+
+
+def test_a_flag_beside_objects_that_updates_make_is_not_kept() -> None:
+    """A process that joins or resumes has to make these objects again."""
+    old, new = Net(), Net()
+    counting, resumed = Counting(old.parameters()), Counting(new.parameters())
+    source, target = TorchState(old, {"default": counting}), TorchState(new, {"default": resumed})
+    step(old, counting)
+    counting.scratch = torch.zeros(3)
+    assert "attributes" not in source.collect().values["optimizers"]["default"]
+    copy_over(source, target)
+    assert resumed.updates == 0
+    copy_over(source, source)
+    assert counting.updates == 1
+
+
+def test_a_return_to_the_start_takes_attributes_back() -> None:
+    net = Net()
+    optimizer = Counting(net.parameters())
+    state = TorchState(net, {"default": optimizer})
+    other = Net()
+    start = TorchState(other, {"default": Counting(other.parameters())})
+    step(net, optimizer)
+    copy_over(start, state)
+    assert optimizer.updates == 0 and not hasattr(optimizer, "began")
+
+
 def test_values_that_the_store_does_not_know() -> None:
     value = {"d": deque([1, 2], maxlen=3), "s": {3, 1}, "f": frozenset("a"), "n": np.int32(5), "t": (1, [2])}
     plain = decode_values(encode_values(split(value, "x")))

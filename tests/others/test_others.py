@@ -641,6 +641,61 @@ def test_a_helper_that_ends_the_loop_by_its_turns_is_refused_by_name(
     assert "resumed at step 7 " in output and not ended, output
 
 
+@pytest.mark.parametrize(
+    ("form", "said", "code"),
+    [
+        (
+            "optimizer",
+            r"UsageError: a SGD that the session does not know updates state.rows.weight",
+            Exit.BAD_INPUT,
+        ),
+        (
+            "state",
+            r"holds a wrong copy of the state: state.rows.bias\[0:5\]: .* which need other names",
+            Exit.FAILED,
+        ),
+        (
+            "model",
+            r"holds a wrong copy of the state: rows.bias\[0:5\]: .* which need other names",
+            Exit.FAILED,
+        ),
+    ],
+)
+def test_rows_of_one_rank_are_never_given_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, said: str, code: Exit
+) -> None:
+    """Regression: a replacement got the rows of its peer, and a resumed job lost the momenta: exit code 0."""
+    monkeypatch.setenv("FORM", form)
+    output, ended = run(tmp_path, "naive", "rows", monkeypatch, code=code, KILL="1:5")
+    assert re.search(said, output) and not ended and "resumed" not in output, output
+    assert " in forward of step 5" not in output, "the ranks differ from the first update on"
+
+
+def test_a_flag_with_which_a_new_process_sets_weights_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a resumed job set trained weights from its first batch again: other weights, exit code 0."""
+    monkeypatch.setenv("FORM", "attribute")
+    run(tmp_path, "naive", "flagged", monkeypatch, code=Exit.REQUEUE, STOP="3")
+    output, ended = run(tmp_path, "naive", "flagged", monkeypatch, code=Exit.BAD_INPUT)
+    said = r"ImpureBlockError: step \d: this process continues the job, .* changed the trained weight 1.shift"
+    assert re.search(said, output) and "in a buffer of the module" in output and not ended, output
+    output, ended = run(tmp_path / "killed", "naive", "flagged", monkeypatch, code=Exit.BAD_INPUT, KILL="1:4")
+    assert re.search(said, output) and not ended, output
+
+
+def test_a_flag_in_a_buffer_lets_a_layer_set_its_weights_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORM", "buffer")
+    _, calm = run(tmp_path / "calm", "naive", "flagged", monkeypatch)
+    output, killed = run(tmp_path / "killed", "naive", "flagged", monkeypatch, KILL="0:0,1:4")
+    assert "2 faults, 0 steps lost" in output and killed == calm and len(calm) == 2, output
+    run(tmp_path / "stopped", "naive", "flagged", monkeypatch, code=Exit.REQUEUE, STOP="3")
+    output, resumed = run(tmp_path / "stopped", "naive", "flagged", monkeypatch)
+    assert re.search("resumed at step [45] ", output) and resumed == calm, output
+
+
 def changed_lines(name: str) -> int:
     """Return how many lines of the adapted script differ from the plain one, without regard to indentation."""
 

@@ -35,6 +35,9 @@ class Numbers:
         """Return the declared objects with a state."""
         return [each for each in self.declared if hasattr(each, "state_dict")]
 
+    def keeps(self, owner: object, attribute: str) -> bool:
+        return False
+
     def digest_of(self, value: object) -> int | None:
         """Return no digest."""
         return None

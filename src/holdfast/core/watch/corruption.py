@@ -167,13 +167,18 @@ class Corruption:
 def _fault(
     now: float, member: Member, found: Suspects, ranks: tuple[int, ...], step: int, occurrence: int
 ) -> Fault:
-    place = found.places[0] if found.places else "no rank has reported which copies differ"
+    # Where a weight differs, its state in the optimizer differs as a consequence.
+    weights_first = sorted(found.places, key=lambda each: each.startswith("optimizer."))
+    place = weights_first[0] if weights_first else "no rank has reported which copies differ"
     who = "" if found.certain else f"or another of ranks {_text(set(ranks))} "
     what = f"{who}holds a wrong copy of the state: {place}"
     if place.startswith("optimizer."):
         what += "; state that an optimizer cuts for each rank must be declared: holdfast.torch.declare()"
     elif not found.certain:
-        what += "; parts of a larger weight (tensor parallelism of your own) must be declared: holdfast.torch.declare()"
+        what += (
+            "; where each rank has other values, they are parts of a larger weight, which must be declared "
+            "(holdfast.torch.declare()), or other weights, which need other names"
+        )
     digest = f"copies differ {'.'.join(map(str, ranks))}"
     failure = Failure(
         rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, occurrence=occurrence

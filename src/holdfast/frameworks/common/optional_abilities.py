@@ -249,6 +249,9 @@ class DescribesUpdates(Protocol):
     def declares(self, value: object) -> bool:
         """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
 
+    def keeps(self, owner: object, attribute: str) -> bool:
+        """Return whether the state of the session contains a plain attribute of ``owner``, an object of the script."""
+
     def objects(self) -> list[object]:
         """Return the objects in ``state=`` of which the session saves the ``state_dict()``."""
 
@@ -265,6 +268,9 @@ class DescribesUpdates(Protocol):
 
         Return None if ``value`` is not a tensor, array, module or plain value, nor a container of them.
         """
+
+
+TRAINED = "the trained weight "
 
 
 @runtime_checkable
@@ -295,6 +301,9 @@ class ProvesBlocks(Protocol):
 
         The keys name parts of the state in words.
         """
+
+    def trained(self) -> Mapping[str, int]:
+        """Return digests of the trained weights, keyed by :data:`TRAINED` and the name of the weight."""
 
     def computed(self) -> Mapping[str, int]:
         """Return digests of the results of the block so far; empty without results. Keys name the results in words."""

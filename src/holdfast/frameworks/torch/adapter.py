@@ -65,7 +65,7 @@ from holdfast.frameworks.torch.state.wrapper_reset import (
 )
 from holdfast.frameworks.torch.state.zero_redundancy import tentative
 from holdfast.frameworks.torch.steps.accelerate_accumulation import Accumulating
-from holdfast.frameworks.torch.steps.block_proof import Suspicion, computed_in, found_by
+from holdfast.frameworks.torch.steps.block_proof import Suspicion, computed_in, found_by, trained_in
 from holdfast.frameworks.torch.steps.elastic_accumulation import ElasticAccumulation
 from holdfast.frameworks.torch.steps.gradient_check import TorchGradients
 from holdfast.frameworks.torch.steps.other_ranks_blocks import OtherRanksBlocks
@@ -324,6 +324,10 @@ class TorchAdapter:
         """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
         return self.state.declares(value)
 
+    def keeps(self, owner: object, attribute: str) -> bool:
+        """Return whether the state of the session contains a plain attribute of ``owner``, an object of the script."""
+        return self.state.keeps(owner, attribute)
+
     def objects(self) -> list[object]:
         """Return the objects in ``state=`` of which the session saves the ``state_dict()``."""
         return self.state.plain_objects()
@@ -337,16 +341,27 @@ class TorchAdapter:
         return digest_of_content(value, self.state.addresses())
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
-        """Raise StepError if ``optimizer`` is not part of the session and would update the model without a vote."""
-        if self._updating:  # an optimizer of the session, which has voted, calls this one
-            return
+        """Raise an error if ``optimizer``, which is not part of the session, would update its weights.
+
+        Raises:
+            StepError: it would update the model without a vote.
+            UsageError: it would update a module in the user's state, and a new process would begin without its state.
+        """
         ours = self._foreign.get(optimizer)
         if ours is None:
+            if weight := self.state.updates_unsaved(optimizer):
+                raise UsageError(
+                    f"a {type(optimizer).__name__} that the session does not know updates {weight}, so a process that "
+                    "joins or resumes begins without the state of this optimizer",
+                    hint="session(model={'model': model, 'other': network}, optimizer={'model': optimizer, 'other': "
+                    "other_optimizer}), and `with step.update('other'): ...` around each update",
+                )
             ours = any(id(p) in self._ours for p in parameters_of(optimizer))
             # One that leaves its updates to optimizers of the session changes nothing without their votes.
             ours = ours and not any(id(inner) in self._names for inner in held_by(optimizer).values())
             self._foreign[optimizer] = ours
-        if ours:
+        # An optimizer of the session that has voted may call this one.
+        if ours and not self._updating:
             raise StepError(
                 f"a {type(optimizer).__name__} that the session does not know updates the model's parameters",
                 hint="holdfast.session(..., optimizer={'name': optimizer, ...})",
@@ -378,6 +393,8 @@ class TorchAdapter:
 
     def compares(self, fqn: str) -> bool:
         """Return True if tensor ``fqn`` must be equal on all ranks that hold it: weights and optimizer state."""
+        if fqn.startswith("state."):
+            return fqn in self.state.trained_extras()
         return fqn in self.state.names.parameters or (
             fqn.startswith("optimizer.") and fqn not in self._buffers
         )
@@ -683,6 +700,10 @@ class TorchAdapter:
         """Return digests of the state from which a block starts, keyed by a description of each value."""
         lost = self._snapshot.averages.lost()
         return {**found_by(self.state), **{f"the weight {name} (no copy)": n for name, n in lost.items()}}
+
+    def trained(self) -> Mapping[str, int]:
+        """Return digests of the trained weights, keyed by ``TRAINED`` and the name of the weight."""
+        return trained_in(self.state)
 
     def computed(self) -> Mapping[str, int]:
         """Return digests of the results of the block so far, keyed by a description of each value."""

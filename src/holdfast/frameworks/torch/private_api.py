@@ -407,6 +407,11 @@ def has_made_first_pass(ddp: DistributedDataParallel) -> bool:
     return not ddp.static_graph or bool(ddp._static_graph_delay_allreduce_enqueued)
 
 
+def used_parameters(ddp: DistributedDataParallel) -> torch.Tensor:
+    """Return the tensor in which DDP counts, for each parameter, the ranks with a gradient; shares DDP's memory."""
+    return ddp.reducer._get_local_used_map()
+
+
 class _Ended(Work):
     """A collective that has ended."""
 

@@ -66,6 +66,7 @@ def _of_models() -> Iterator[Use]:
     yield Use("torch.distributed:Reducer._push_all_rebuilt_params", "take over the buckets of a peer", ddp)
     yield Use("torch.distributed:Reducer._update_process_group", "set buckets without peers", ddp)
     yield Use(f"{_DDP}._get_ddp_logging_data", "read the final buckets", ddp)
+    yield Use("torch.distributed:Reducer._get_local_used_map", "pass the used parameters on", ddp)
     yield Use(f"{_DDP}._static_graph_delay_allreduce_enqueued", "know the first pass", ddp)
 
     fsdp, forget = Feature.FSDP2, "forget an aborted pass"

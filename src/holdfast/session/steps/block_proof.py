@@ -33,7 +33,7 @@ from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import HoldfastError, ImpureBlockError
-from holdfast.frameworks.common.optional_abilities import ProvesBlocks
+from holdfast.frameworks.common.optional_abilities import TRAINED, ProvesBlocks
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
 from holdfast.session.steps.undeclared_state import UndeclaredState
 from holdfast.session.variables.unassigned_variables import NotAssigned
@@ -126,6 +126,10 @@ class Prover:
         adapter = self._due(step)
         if adapter is not None:
             self._found = adapter.found()
+            if (
+                self._first and step.number
+            ):  # a flag that a new process begins with may let the block set weights
+                self._found = {**self._found, **adapter.trained()}
             self._variables[len(self._proofs)] = _variables(frame_of_script())
 
     def alone(self, step: Step) -> bool:
@@ -303,6 +307,13 @@ class Prover:
             self._adapter = None
             return
         behind = difference(third.found, fourth.found) or difference(first.found, second.found)
+        if behind.startswith(TRAINED):
+            raise ImpureBlockError(
+                f"step {step.number}: this process continues the job, and a run of its block without an update has "
+                f"changed {behind}",
+                hint="write trained weights after optimizer.step(); keep a flag that says whether the block has set "
+                "them (`initialized`) in a buffer of the module: an attribute begins again in each process",
+            )
         if behind:
             raise ImpureBlockError(
                 f"step {step.number}: the block finds another state when it runs again: {behind} changed after a "

@@ -2,10 +2,12 @@
 
 Theory. Between two updates all holders of a box must have the same bits. Each vote carries one word that is zero when
 all holders have equal bits in the slice of this step (``core/worker/vote.py``, ``store/layouts/replica_digests.py``).
-So all of the state is compared once in ``every`` steps, without an extra message. Before the state is saved or given to
-a newcomer, all of it is compared at once, by the layouts of that moment. An earlier vote makes sure that all ranks have
-these layouts. If copies differ, no rank updates, saves or gives the state after that vote. Each rank then sends the
-digests of its copies to the controller, which finds the copy that differs from the others.
+So all of the state is compared once in ``every`` steps, without an extra message. After the first updates of a job all
+of it is compared at once: ranks whose weights are no copies (a part of the model that is not declared) differ from then
+on, and a fault would give a rank the weights of another one. Before the state is saved or given to a newcomer, all of
+it is compared at once, by the layouts of that moment. An earlier vote makes sure that all ranks have these layouts. If
+copies differ, no rank updates, saves or gives the state after that vote. Each rank then sends the digests of its copies
+to the controller, which finds the copy that differs from the others.
 
 Invariants:
 1. All ranks call :meth:`Verifier.agree` in the same order and at the same steps of a generation.
@@ -36,6 +38,9 @@ log = logging.getLogger("holdfast")
 
 ROUNDS_MAX = 3
 """Largest number of rounds, before one save, in which all ranks publish their layouts because a rank lacks some."""
+
+WHOLE_AT = (1, 2)
+"""The steps whose votes compare all of the state: weights after the first update, then the optimizer's first state."""
 
 Slices = Sequence[tuple[ReplicaGroup, Sequence[Extent]]]
 
@@ -84,7 +89,7 @@ class Verifier:
             self._drop_unknown(self._collected)
         if self._copies is None:
             return 0, 0
-        self._slices = self._copies.turn(step)
+        self._slices = self._copies.whole() if step in WHOLE_AT else self._copies.turn(step)
         return self._copies.plan, self._digest(self._collected, self._slices)
 
     def forget(self) -> None:

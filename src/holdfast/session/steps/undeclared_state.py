@@ -89,8 +89,10 @@ class UndeclaredState:
         if refused:
             raise UsageError(
                 f"step {step}: {refused[0]} changes from step to step and is {_EFFECT}",
-                hint="give it to the session on all ranks, state={'name': object}, and begin without the checkpoints "
-                "of this run, which lack it; verify_block=0 leaves out this check",
+                hint="give it to the session on all ranks, state={'name': object}, but a network with an optimizer as "
+                "model={'model': model, 'name': network} with all optimizers (and holdfast.torch.declare() if each "
+                "rank has other rows), and begin without the checkpoints of this run, which lack it; verify_block=0 "
+                "leaves out this check",
             )
         counters = sorted(set.union(*self._counted[1:]) - self._told)
         if counters:

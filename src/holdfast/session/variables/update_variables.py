@@ -244,6 +244,7 @@ class UpdateVariables:
         """Warn of the variables that have changed in this process. Unchanged variables may be settings or caches."""
         changed = [name for name, value in values.items() if self._began.setdefault(name, value) != value]
         new = [name for name in changed if name not in self._told | self._partly] if self._warns else []
+        new = [name for name in new if not self._keeps(name, names[name][0])]
         if new:
             self._told.update(new)
             log.warning(
@@ -253,6 +254,14 @@ class UpdateVariables:
                 described(names[new[0]][1]),
                 HINT,
             )
+
+    def _keeps(self, name: str, place: tuple[str, int]) -> bool:
+        """Return whether the variable is a plain attribute that the session keeps, as of an optimizer."""
+        owners = owners_of(name)
+        if not owners or self._source is None:
+            return False
+        owner = values_of(owners, place).get(owners[-1])
+        return self._source.keeps(owner, name.removeprefix(f"{owners[-1]}."))
 
     @property
     def again(self) -> bool:

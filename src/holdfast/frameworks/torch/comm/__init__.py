@@ -3,4 +3,5 @@
 ``backend`` registers them with torch. ``reconfigurable_group`` has the class of the groups that user code holds.
 ``comm_state`` holds the state that all groups of a process share. ``gloo_abort`` and ``nccl_abort`` end blocked
 collectives. ``setup_record`` keeps the results of the collectives before the first step, for replacements.
+``lasting_results`` keeps the results that DDP uses in all its passes.
 """

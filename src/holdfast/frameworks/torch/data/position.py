@@ -256,7 +256,7 @@ def make_source(loader: Any, seed: int, draws: Draws, *, spare: bool = False) ->
                 f"steps() got a {type(loader).__name__}, a DataLoader that is its own iterator: it has no start to go "
                 "back to",
                 hint="give a plain one over the same data: DataLoader(loader.dataset, batch_size=loader.batch_size, "
-                "sampler=loader.sampler, collate_fn=loader.collate_fn)",
+                "sampler=loader.sampler, drop_last=loader.drop_last, collate_fn=loader.collate_fn)",
             )
         raise UsageError(
             "steps() got an iterator: it has no start to go back to",

@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.lasting_results import lasting_results
 from holdfast.frameworks.torch.private_api import Buckets
 from holdfast.frameworks.torch.state.wrapper_reset import forget_pass, rehearsals_needed
 from holdfast.runtime.node.shm_allreduce import sum_in_votes
@@ -77,6 +78,8 @@ class BucketLayouts:
         self._world_size = world_size
         self._known: list[Buckets | None] = [None] * len(wrappers)
         self._loaded: list[Any] = []  # of the state that this process has loaded
+        for wrapper in filter(_counts_passes, wrappers):
+            lasting_results().add(private_api.used_parameters(wrapper))
         self._agreed = False
         self._rehearsals = 0
         self._settled = world_size == 1  # this loop over steps needs no further rehearsal
@@ -87,13 +90,16 @@ class BucketLayouts:
     def values(self) -> Plain:
         """Return the known layouts as a plain value, one entry for each DDP module."""
         return [
-            None if layout is None else {"of": form_of(wrapper), "buckets": layout}
+            None if layout is None else {"of": form_of(wrapper), "buckets": layout, **_used(wrapper)}
             for wrapper, layout in zip(self._wrappers, self._known, strict=True)
         ]
 
     def load(self, values: Any) -> None:
         """Keep the layouts of a loaded state, for :meth:`needs_rehearsal`; None if the state has no layouts."""
         self._loaded = values if isinstance(values, list) else []
+        for wrapper, kept in zip(self._wrappers, self._loaded, strict=False):
+            if _counts_passes(wrapper) and isinstance(kept, dict) and kept.get("of") == form_of(wrapper):
+                lasting_results().add(private_api.used_parameters(wrapper), kept.get("used", ()))
 
     # ------------------------------------------------------------------ rehearsals
 
@@ -105,7 +111,7 @@ class BucketLayouts:
     @property
     def static(self) -> bool:
         """True if DDP needs several passes to build the buckets of a module, and counts them (``static_graph``)."""
-        return any(wrapper.static_graph for wrapper in self._wrappers)
+        return any(map(_counts_passes, self._wrappers))
 
     def begin_loop(self) -> None:
         """Forget the rehearsals of the last loop over steps, because the next one may train other modules."""
@@ -257,6 +263,15 @@ class BucketLayouts:
         """Return a digest of the layouts, and of which modules have them."""
         ready = [private_api.has_rebuilt_buckets(wrapper) for wrapper in self._wrappers]
         return _digest([self._known, ready])
+
+
+def _counts_passes(wrapper: DistributedDataParallel) -> bool:
+    return wrapper.static_graph
+
+
+def _used(wrapper: DistributedDataParallel) -> dict[str, Plain]:
+    """Return, for ``static_graph``, which parameters had a gradient in the first pass; otherwise an empty dict."""
+    return {"used": private_api.used_parameters(wrapper).tolist()} if _counts_passes(wrapper) else {}
 
 
 def form_of(wrapper: DistributedDataParallel) -> str:

@@ -26,6 +26,12 @@ from holdfast.frameworks.torch.state.boxes import (
     placed,
 )
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
+from holdfast.frameworks.torch.state.optimizer_attributes import (
+    Number,
+    PlainAttributes,
+    plain_attributes,
+    set_attributes,
+)
 from holdfast.frameworks.torch.state.restore_in_place import put_into
 from holdfast.store.layouts.layout import Catalogue
 from holdfast.text import noun_of
@@ -173,6 +179,11 @@ def local_part(optimizer: Optimizer) -> Optimizer | None:
     return local if isinstance(local, Optimizer) else None
 
 
+def updating(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that computes the updates: the local one of ``ZeroRedundancyOptimizer``, or this one."""
+    return local_part(optimizer) or optimizer
+
+
 def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> None:
     """Raise UnsupportedError for L-BFGS on several ranks.
 
@@ -258,6 +269,7 @@ class Undo:
     def __init__(self) -> None:
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._states: dict[int, tuple[Optimizer, dict[Any, Any]]] = {}
+        self._attributes: dict[int, tuple[Optimizer, dict[str, Number]]] = {}
 
     def record(self, optimizer: Optimizer) -> None:
         """Copy the parameters and state that the next update of ``optimizer`` changes.
@@ -271,6 +283,8 @@ class Undo:
                 self._weights.setdefault(id(p), (p, p.detach().clone()))
             states = {p: clone(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
             states.update(clone(shared_state(optimizer.state)))
+        inner = updating(optimizer)
+        self._attributes[id(inner)] = (inner, plain_attributes(inner))
         self._states[id(optimizer)] = (optimizer, states)
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -290,12 +304,15 @@ class Undo:
                 if key in states:  # in place, because the check of replicas (digests) refers to these tensors
                     alike = _form(now) == _form(states[key])
                     state[key] = put_into(now, states[key]) if alike else states[key]
+        for optimizer, attributes in self._attributes.values():
+            set_attributes(optimizer, attributes)
         self.clear()
 
     def clear(self) -> None:
         """Drop the copies, because the updates are final."""
         self._weights.clear()
         self._states.clear()
+        self._attributes.clear()
 
     def weights(self) -> dict[int, torch.Tensor]:
         """Return the copies of parameters that :meth:`record` made, and of tensors that :meth:`keep` made.
@@ -309,6 +326,11 @@ class Undo:
         """Return the state of ``optimizer`` from before its update; the present state if no copy was made."""
         recorded = self._states.get(id(optimizer))
         return optimizer.state if recorded is None else recorded[1]
+
+    def attributes(self, optimizer: Optimizer) -> Mapping[str, Number]:
+        """Return the plain attributes of ``optimizer`` from before its update; the present ones if none was made."""
+        recorded = self._attributes.get(id(optimizer))
+        return plain_attributes(optimizer) if recorded is None else recorded[1]
 
 
 def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
@@ -409,6 +431,7 @@ class OptimizerState:
         self._built = len(optimizer.param_groups)
         self._members(self._built)
         self._checked = self._built
+        self._own = PlainAttributes(updating(optimizer))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -418,6 +441,10 @@ class OptimizerState:
     def kind(self) -> str:
         """Return the name of the optimizer's class for checkpoints."""
         return type(self._optimizer).__name__
+
+    def keeps(self, owner: object, attribute: str) -> bool:
+        """Return whether the state contains a plain attribute of ``owner``: False if it is not this optimizer."""
+        return owner is updating(self.optimizer) and self._own.keeps(attribute)
 
     def size(self) -> int:
         """Return a hash that changes with the tensors of the state and with their shapes.
@@ -443,14 +470,16 @@ class OptimizerState:
         del self.optimizer.param_groups[len(groups) :]
         set_hyperparameters(self.optimizer, groups)
 
-    def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Return group settings and state per parameter as plain values. ``leaf`` replaces the tensors.
+    def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], undo: Undo | None) -> Plain:
+        """Return group settings, state and plain attributes as plain values. ``leaf`` replaces the tensors.
 
         Args:
             leaf: takes a tensor and its name; returns the plain value that replaces the tensor.
             groups: settings of all parameter groups, or of those that existed at the start of the step.
-            state: the optimizer's state, now or from a copy.
+            undo: copies of the state from before a tentative update; None: take the present state.
         """
+        state, inner = self._state(undo), updating(self.optimizer)
+        own = self._own.changed(plain_attributes(inner) if undo is None else undo.attributes(inner))
         members = self._members(len(groups))
         held = [(fqn, self._parameters[fqn]) for fqns in members for fqn in fqns]
         return {
@@ -468,7 +497,11 @@ class OptimizerState:
                 for fqn, p in held
                 if p in state
             },
+            **({"attributes": own} if own else {}),
         }
+
+    def _state(self, undo: Undo | None) -> Mapping[Any, Any]:
+        return self.optimizer.state if undo is None else undo.state(self.optimizer)
 
     def _members(self, count: int) -> list[list[str]]:
         """Return the parameter names of each of the first ``count`` groups; an export needs them."""
@@ -484,6 +517,12 @@ class OptimizerState:
                 hint="give all modules: session(model={'net': net, 'loss': loss}, ...)",
             )
         return fqn
+
+    def _refuse_misfit(self, saved: Plain, catalogue: Catalogue) -> None:
+        """Raise CheckpointMismatch if another optimizer, or one with other groups or parameters, wrote ``saved``."""
+        self._refuse_another(saved)
+        self._refuse_other_groups(saved)
+        self._refuse_others_parameters(saved, catalogue)
 
     def _refuse_another(self, saved: Plain) -> None:
         """Raise CheckpointMismatch if an optimizer of another kind wrote ``saved``.
@@ -578,9 +617,7 @@ class OptimizerState:
         Raises:
             CheckpointMismatch: another optimizer, other groups, or state of a tensor that the catalogue lacks.
         """
-        self._refuse_another(saved)
-        self._refuse_other_groups(saved)
-        self._refuse_others_parameters(saved, catalogue)
+        self._refuse_misfit(saved, catalogue)
         orders, reused = orders_in(saved["state"]), set[int]()
 
         def fetch(
@@ -627,6 +664,7 @@ class OptimizerState:
                 self.optimizer.state.pop(p, None)
             self._add_again(added, trained if added else ())
             set_hyperparameters(self.optimizer, groups)
+            self._own.restore(saved.get("attributes", {}))
             self.optimizer.state.update(states)
             for key, value in shared.items():
                 state[key] = put_into(before.get(key), value)

@@ -341,8 +341,8 @@ class TorchState:
         """Return whether the state of the session contains ``value``.
 
         True for tensors of the state, schedules, the scaler and parameter groups, and for the user's own values, also
-        inside of lists and dicts. False for modules and optimizers, because their plain attributes are not part of the
-        state. False for None, the scaler of a session without a scaler.
+        inside of lists and dicts. False for modules and optimizers, because most of their attributes are not part of
+        the state (:meth:`keeps`). False for None, the scaler of a session without a scaler.
         """
         if value is None or isinstance(value, torch.nn.Module | Optimizer):
             return False
@@ -351,6 +351,10 @@ class TorchState:
         groups = (group for each in self.optimizers.values() for group in each.optimizer.param_groups)
         items = (self.scaler, *groups, *self.schedulers.values(), *_nested(self.extras))
         return any(value is item for item in items)
+
+    def keeps(self, owner: object, attribute: str) -> bool:
+        """Return whether the state of the session contains a plain attribute of ``owner``: an optimizer has some."""
+        return any(each.keeps(owner, attribute) for each in self.optimizers.values())
 
     def _has_tensor(self, tensor: torch.Tensor) -> bool:
         of_objects = (arrays_in(item.state_dict(), name) for name, item in self.objects().items())
@@ -417,7 +421,7 @@ class TorchState:
                 name: o.split(
                     out.add,
                     groups[name] if name in groups else hyperparameters(o.optimizer),
-                    o.optimizer.state if copies is None else copies.undo.state(o.optimizer),
+                    None if copies is None else copies.undo,
                 )
                 for name, o in self.optimizers.items()
             },
@@ -437,6 +441,33 @@ class TorchState:
 
     def _plain(self, path: str, item: Any, known: Mapping[str, Any], out: TorchCollected) -> Plain:
         return split(known[path] if path in known else item.state_dict(), path, out.add)
+
+    def trained_extras(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of modules in the user's state that an optimizer there updates, by name of the state.
+
+        A rank may hold another value of the user's state, but not of such a parameter.
+        """
+        updated = {
+            id(p) for item in self.extras.values() if isinstance(item, Optimizer) for p in parameters_of(item)
+        }
+        return {fqn: p for fqn, p in self._parameters_of_extras() if id(p) in updated}
+
+    def _parameters_of_extras(self) -> Iterator[tuple[str, torch.Tensor]]:
+        known = set(map(id, self.names.parameters.values()))
+        for name, item in self.extras.items():
+            for key, parameter in item.named_parameters() if isinstance(item, nn.Module) else ():
+                if id(parameter) not in known:
+                    yield f"state.{name}.{key}", parameter
+
+    def updates_unsaved(self, optimizer: Optimizer) -> str:
+        """Return the name of a weight in the user's state that ``optimizer`` updates; empty if there is none.
+
+        Empty as well if the optimizer itself is in the user's state.
+        """
+        if any(item is optimizer for item in self.extras.values()):
+            return ""
+        updated = {id(p) for p in parameters_of(optimizer)}
+        return next((fqn for fqn, p in self._parameters_of_extras() if id(p) in updated), "")
 
     def plain_extras(self) -> dict[str, Any]:
         """Return the entries of the user's state that are plain values, by name."""

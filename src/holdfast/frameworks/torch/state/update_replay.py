@@ -284,6 +284,8 @@ def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
     """Return the record of a parameter's gradient. Raises: StateError: both are not sharded in the same way."""
     gradient = parameter.grad
     assert gradient is not None
+    if gradient.is_sparse:
+        raise StateError(f"the gradient of {fqn} is sparse")
     local, lies = private_api.local_tensor(gradient), private_api.local_tensor(parameter)
     alike = local.dtype is lies.dtype and local.layout is torch.strided and local.shape == lies.shape
     if not alike or not (_cut_alike(gradient, parameter) or lies_as(gradient, parameter)):

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from holdfast.errors import StateError
 from holdfast.frameworks.common.state_tree import Leaf, Plain, tensor_value
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
-from holdfast.frameworks.torch.state.optimizer_state import OptimizerState, local_part, parameters_of
+from holdfast.frameworks.torch.state.optimizer_state import OptimizerState, Undo, local_part, parameters_of
 from holdfast.store.layouts.layout import Catalogue
 from holdfast.store.layouts.layout_completion import PREFIX, SHARDED
 
@@ -82,14 +82,14 @@ class ZeroState(OptimizerState):
         """Return the class name of the optimizer together with that of its local optimizer."""
         return f"{super().kind()}({type(local_part(self.optimizer)).__name__})"
 
-    def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
+    def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], undo: Undo | None) -> Plain:
         """Return the optimizer's state as plain values. ``leaf`` returns the plain value that replaces a tensor.
 
         Raises:
             StateError: a parameter's state has a value that is not a tensor. Such values of two ranks could not be
                 distinguished.
         """
-        for of_one in state.values():
+        for of_one in self._state(undo).values():
             for key, value in of_one.items():
                 if not isinstance(value, torch.Tensor) or "." in key:
                     raise StateError(
@@ -97,7 +97,7 @@ class ZeroState(OptimizerState):
                         "parameter, and only tensors can be distinguished by rank",
                         hint="use an optimizer whose state is tensors (Adam, AdamW, SGD)",
                     )
-        return super().split(leaf, groups, state)
+        return super().split(leaf, groups, undo)
 
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
+from holdfast.frameworks.common.optional_abilities import TRAINED
 from holdfast.frameworks.torch.state.boxes import writes_of
 from holdfast.frameworks.torch.state.optimizer_state import hyperparameters
 from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
@@ -48,6 +49,16 @@ def _buffers_in(state: TorchState) -> Iterator[tuple[str, int]]:
         live = slot.get()
         if live is not None:
             yield f"buffer {slot.fqn}", digest_of_tensor(live)
+
+
+def trained_in(state: TorchState) -> dict[str, int]:
+    """Return the digest of each weight that an optimizer trains. Waits for the device."""
+    trained = state.trained()
+    return {
+        f"{TRAINED}{name}": digest_of_tensor(parameter)
+        for name, parameter in state.names.parameters.items()
+        if id(parameter) in trained
+    }
 
 
 def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
