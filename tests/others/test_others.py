@@ -427,7 +427,6 @@ def test_a_schedule_that_the_session_does_not_have_is_refused_at_its_first_move(
     [
         pytest.param("behind", "schedule.count", "0.0", marks=pytest.mark.more),
         pytest.param("average", "momenta", "'a generator that has not begun'", marks=pytest.mark.more),
-        pytest.param("optimizer", "optimizer.count", "0", marks=pytest.mark.more),
         ("closure", "warmup:calls", "0.0"),
         pytest.param("module", "rates:count", "0.0", marks=pytest.mark.more),
     ],
@@ -440,6 +439,18 @@ def test_an_object_that_a_resumed_job_does_not_have_ends_it_by_name(
     output, ended = run(tmp_path, "naive", "scheduled", monkeypatch, code=Exit.BAD_INPUT, PLACE=place)
     said = f"the updates depend on {name} = {first}, as at the first step of the job; at the step before: {name} = "
     assert f"StepError: {said}" in output and not ended, output
+
+
+@pytest.mark.more
+def test_a_count_in_an_attribute_of_an_optimizer_continues_in_a_resumed_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session keeps the plain attributes of its optimizers that have changed."""
+    _, calm = run(tmp_path / "calm", "naive", "scheduled", monkeypatch, PLACE="optimizer")
+    where = tmp_path / "stopped"
+    run(where, "naive", "scheduled", monkeypatch, code=Exit.REQUEUE, PLACE="optimizer", STOP="3")
+    output, resumed = run(where, "naive", "scheduled", monkeypatch, PLACE="optimizer", KILL="0:6")
+    assert "resumed at step" in output and len(calm) == 2 and resumed == calm, output
 
 
 def test_a_count_that_begins_at_an_epoch_of_the_scripts_own_file_ends_the_run_by_name(
