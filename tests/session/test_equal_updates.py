@@ -567,6 +567,21 @@ def test_a_plain_value_of_any_kind_is_compared(kind: str) -> None:
     assert set(numbers[0]) == set(numbers[1]) == {"seen"} and numbers[0] != numbers[1]
 
 
+def test_equal_numbers_of_two_types_are_one_value() -> None:
+    """Regression: a strength that is ``0.0`` before the loop, and that its function returns as ``0``, was refused."""
+    rank = Rank(first=True)
+    strength: float = 0.0
+    numbers: list[Mapping[str, int]] = []
+    for _ in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if strength != 99:
+            rank.checked.steps("d", "")
+        strength = max(0, -1)
+        numbers.append(rank.checked.variables.numbers())
+    assert set(numbers[0]) == {"strength"} and numbers[0] == numbers[1]
+
+
 def test_a_dict_that_only_its_methods_change_is_compared() -> None:
     """Regression: nothing assigned to it, so it was no variable that a step takes over."""
     rank = Rank(first=True)

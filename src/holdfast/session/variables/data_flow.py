@@ -63,7 +63,8 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     """
     flow = _followed(block, wanted)
     items = list(_items(block))
-    always, first = (_first_uses(items, varying, flow.reads) for varying in (set[str](), flow.written))
+    varying = {name for name in flow.written if not _is_own(name)}
+    always, first = (_first_uses(items, names, flow.reads) for names in (set[str](), varying))
     read = [name for name, writes in first.items() if not writes and name in flow.wanted]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
@@ -416,6 +417,12 @@ def leaves_turn(branch: Sequence[ast.stmt]) -> bool:
 def _changes(name: str, method: str) -> bool:
     """Return whether a call of ``method`` writes the dict, list or set that the variable is now."""
     return method in _CHANGES and isinstance(value_now(name), dict | list | set)
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a variable is ``own`` of the session, which all steps after the first have (``if s.own:``)."""
+    owner, _, attribute = name.rpartition(".")
+    return attribute == "own" and type(value_now(owner)).__module__.startswith("holdfast.")
 
 
 def value_now(name: str) -> object:

@@ -271,7 +271,8 @@ class UpdateVariables:
 
     def number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the values; 0: there are none."""
-        return identified(repr(sorted(self._history.values.items())).encode()) if self._history.values else 0
+        values = sorted(self._history.values.items())
+        return identified(repr([(name, _number(value)) for name, value in values]).encode()) if values else 0
 
     def numbers(self) -> dict[str, int]:
         """Return a number for each value in the open block, by the name of the variable.
@@ -279,7 +280,7 @@ class UpdateVariables:
         Generators are left out: the search also finds those whose items no update uses.
         """
         return {
-            name: identified(repr(value).encode())
+            name: identified(repr(_number(value)).encode())
             for name, value in self._history.values.items()
             if name not in self._generators
         }
@@ -388,6 +389,11 @@ def identified(*parts: bytes) -> int:
     for part in parts:
         found = zlib.crc32(part, found)
     return found % (STEP_MODULUS - 1) + 1
+
+
+def _number(value: PlainValue) -> PlainValue:
+    """Return an equal value that is a whole number if there is one: ``0`` for ``0.0`` and ``False``."""
+    return int(value) if isinstance(value, bool | float) and value == value // 1 else value
 
 
 def _values(names: Names) -> dict[str, object]:
