@@ -382,7 +382,9 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             yield _use(f'{chain(node.value)}["{key}"]', node)
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _items(node.slice, results=results)
-            yield from (_use(use.name, node) for use in uses(node.value))
+            container = chain(node.value)
+            # The objects around the container do not change.
+            yield from (use if use.name != container else _use(container, node) for use in uses(node.value))
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
