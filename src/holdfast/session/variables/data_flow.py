@@ -382,9 +382,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             yield _use(f'{chain(node.value)}["{key}"]', node)
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _items(node.slice, results=results)
-            container = chain(node.value)
-            # The objects around the container do not change.
-            yield from (use if use.name != container else _use(container, node) for use in uses(node.value))
+            yield from _item_uses(node)
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
@@ -402,6 +400,12 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
         case _:
             for child in ast.iter_child_nodes(node):
                 yield from _items(child, results=results)
+
+
+def _item_uses(node: ast.Subscript) -> Iterator[VariableUse]:
+    """Yield the uses of an item of a container. An assignment writes the container, and not the objects around it."""
+    container = chain(node.value)
+    yield from (_use(container, node) if use.name == container else use for use in uses(node.value))
 
 
 def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> VariableUse:
