@@ -377,6 +377,8 @@ class UpdateVariables:
         if source is None:
             return False
         values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
+        if isinstance(found.get(name), _CONTAINERS) and self._is_state(name, place):
+            return True
         if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:
             return True
         whole = (value for value in values if not any(value is item for item in objects))
@@ -407,7 +409,7 @@ def _values(names: Names) -> dict[str, object]:
 def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dict[str, PlainValue]:
     """Return the bools, numbers and short strings in ``values``, and texts for generators, arrays and containers.
 
-    Other values may be state of the session.
+    Of a container with objects it is the number of items. Other values may be state of the session.
 
     Args:
         source: the adapter, which has the contents of tensors.
@@ -426,6 +428,8 @@ def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dic
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
         elif _is_small(value):
             found[name] = _as_text(value)
+        elif isinstance(value, _CONTAINERS):  # of objects, such as a pool of earlier images, or a long one
+            found[name] = f"{len(value)} items"
         elif isinstance(value, NotAssigned):
             found[name] = "no value"  # only an earlier block assigns it, so a replacement has no value
         elif source is not None and (content := source.content_of(value, BYTES_MAX)) is not None:
