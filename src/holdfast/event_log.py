@@ -77,7 +77,7 @@ def decode_line(line: bytes) -> Event:
     """Return the event of a line (without the line end); the inverse of :func:`encode_line`.
 
     Raises:
-        ProtocolError: the checksum is wrong, or the line is no event of this schema.
+        ProtocolError: the checksum is wrong, or the line is not an event of this schema.
     """
     body, tail = line[:-_CRC_SIZE_BYTES], line[-_CRC_SIZE_BYTES:]
     if tail != _CRC_FIELD + f"{xxhash.xxh3_64_intdigest(body):016x}".encode() + b'"}':

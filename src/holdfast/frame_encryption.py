@@ -81,11 +81,17 @@ class EncryptedFrames:
             raise ProtocolError(NOT_SENT) from None
 
     def seal_batch(self, *, local: bool) -> EncryptedBatch:
-        """Return the object that encrypts the next batch, even if both ends are on one host (``local``)."""
+        """Return the object that encrypts the next batch.
+
+        ``local`` has no effect: data within one host is also encrypted.
+        """
         return EncryptedBatch(self._cipher().encryptor())
 
     def open_batch(self, *, local: bool) -> DecryptedBatch:
-        """Return the object that decrypts the next batch, even if both ends are on one host (``local``)."""
+        """Return the object that decrypts the next batch.
+
+        ``local`` has no effect: data within one host is also encrypted.
+        """
         return DecryptedBatch(self._cipher().decryptor())
 
     def _cipher(self) -> Cipher[GCM]:

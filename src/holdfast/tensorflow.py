@@ -169,7 +169,7 @@ def fit(
 
 @contextmanager
 def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer, with one begin and one end.
+    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer, with one start and one end.
 
     Otherwise an early stop would count from 0 in each epoch, a log file would start again, and the average of the
     weights (``use_ema``) would replace the weights after each epoch.
@@ -212,7 +212,7 @@ class _Once:
         self._logs = logs
 
     def finish(self) -> None:
-        """Call the callback's hook for the end of training, if its hook for the begin was called."""
+        """Call the callback's hook for the end of training, if its hook for the start of training was called."""
         if self._began:
             self._end(self._logs)
 

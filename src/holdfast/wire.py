@@ -170,7 +170,7 @@ class Codec(Generic[M]):
 
     @cached_property
     def _decoder(self) -> msgspec.msgpack.Decoder[M]:
-        """The decoder, made at first use: for a large union that takes long, and a launcher rarely needs it."""
+        """The decoder. It is made at first use, because to make one for a large union of messages takes long."""
         return msgspec.msgpack.Decoder(self._kind)
 
     def encode(self, message: M) -> bytes:
@@ -181,7 +181,8 @@ class Codec(Generic[M]):
         """Return the message of bytes that :meth:`encode` made.
 
         Raises:
-            ProtocolError: the bytes are no message of the union. The error names the path of the first wrong field.
+            ProtocolError: the bytes are not a message of the union. The error names the path of the first wrong
+                field.
         """
         try:
             return self._decoder.decode(payload)
@@ -340,7 +341,7 @@ class Link(Generic[M]):
             AuthError: the peer does not know the token or uses another version of the protocol, or only one end
                 encrypts.
             ProtocolError: the peer expects another service, or a frame is too long, out of place, not from the other
-                end, or no message.
+                end, or not a message.
         """
         if self._broken:
             raise ProtocolError("nothing is taken after a refused frame")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def beat(step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if os.environ.get("STOP") == str(step) and rank == 0 and first(Path("stopped")):
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)  # the thread that reads the signal may need longer than these short steps
 
 
 def beat_inside(step: int) -> None:

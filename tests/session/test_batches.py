@@ -92,7 +92,7 @@ def test_an_object_of_tensors_is_given_again_as_it_was() -> None:
     batches = Batches(Tensors())
     batches.put([(Nested(**drawn()), 1)])
     for _ in range(3):
-        assert not batches.spoiled(0) and not batches.opaque(0)
+        assert not batches.spoiled(0) and not batches.uncopied(0)
         given, _ = batches.give(0)
         assert given.x.tolist() == [1, 1, 1] and given.y.tolist() == [0, 1, 2]
         given.x.mul_(2)

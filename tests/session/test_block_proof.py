@@ -431,7 +431,11 @@ def test_kernels_that_are_not_deterministic_are_no_impurity(caplog: pytest.LogCa
     assert "agree with deterministic algorithms" in caplog.text
 
 
-def test_a_batch_that_cannot_be_handed_out_twice_is_not_checked() -> None:
+@pytest.mark.parametrize("every", [50, 0])
+def test_a_batch_that_cannot_be_handed_out_twice_is_not_checked(
+    every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: nothing said so."""
     script, runs = Script(), 0
 
     class Opaque:
@@ -439,12 +443,19 @@ def test_a_batch_that_cannot_be_handed_out_twice_is_not_checked() -> None:
 
         x = torch.ones(4, 2)
 
-    with holdfast.session(model=script.net, optimizer=script.optimizer) as s:
+        __slots__ = ()
+
+    with (
+        caplog.at_level(logging.WARNING, "holdfast"),
+        holdfast.session(model=script.net, optimizer=script.optimizer, verify_block=every) as s,
+    ):
         for step in s.steps([Opaque(), Opaque()]):
             with step as batch:
                 runs += 1
                 script.learn(batch.x)
     assert runs == 2
+    assert caplog.text.count("the block is not checked") == (every > 0)
+    assert caplog.text.count("Opaque, which cannot be copied") == (every > 0)
 
 
 def test_a_block_that_skips_its_batch_is_not_the_one_that_is_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import linecache
 import types
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import nn
 
 from holdfast.runtime.worker.script_frames import values_of
 from holdfast.session.session import Session
+from holdfast.session.variables.called_bodies import CallWithBody
 from holdfast.session.variables.deciding_variables import (
     deciding_variables,
     placed_variables,
@@ -209,6 +211,11 @@ def numbers_from(number: int) -> Iterator[int]:
     """Yield the numbers from ``number`` on."""
     while True:
         yield number
+
+
+def test_each_new_field_of_a_node_has_a_type() -> None:
+    """Regression: Python 3.13 warned at each search, which failed where warnings are errors; Python 3.15 raises."""
+    assert set(CallWithBody._fields) - set(ast.Call._fields) <= CallWithBody._field_types.keys()
 
 
 @pytest.mark.parametrize("code", FOUND)

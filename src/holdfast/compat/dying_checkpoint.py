@@ -14,7 +14,7 @@ Invariants:
 1. A writer is sound, and its last completed step is the step of the plan.
 2. The order to publish is sent only after every writer of one plan has succeeded. At most one plan is published.
 3. Every living rank is ordered to exit exactly once, whatever happens before.
-4. The end of a rank that finished its training is no fault.
+4. The end of a rank that finished its training is not a fault.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class DyingCheckpoint:
     """The state machine of the controller; the module docstring states its rules.
 
     ``phase`` is for reports: forming (ranks connect), training, stopping, reaching (slower ranks complete the newest
-        step), saving, renaming, over.
+    step), saving, renaming, over.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -264,7 +264,10 @@ def tft_set_optimizer_replica(rank: int, replica_info: Sequence[dict[str, Any]])
 
 
 def tft_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Register ``func(step, plan, args, *context)``, which writes. It is called on the ranks in ``plan``."""
+    """Register ``func(step, plan, args, *context)``, which writes a checkpoint.
+
+    It is called on the ranks in ``plan``.
+    """
     _register("save", func, context)
 
 

@@ -134,7 +134,7 @@ def _load_saved_at_exit(file_name: str, net: Any) -> None:
 
 
 def _counted_on(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return ``TrainFaultTolerance.on_train_begin``, extended for a training that begins at a later step than 0."""
+    """Return ``TrainFaultTolerance.on_train_begin``, extended for a training that does not begin at step 0."""
 
     def on_train_begin(self: Any, run_context: Any) -> None:
         original(self, run_context)

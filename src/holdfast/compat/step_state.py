@@ -9,7 +9,7 @@ single steps, and a state is whole when its update has ended.
 
 Invariants:
 1. ``step`` and ``arguments`` change together, when a state becomes whole.
-2. Arguments that were given before an update began are never paired with the state after that update.
+2. Arguments from before the start of an update are never paired with the state after that update.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def start_taskd_agent() -> None:
 
     Raises:
         UsageError: msrun did not register its functions to start, kill and monitor workers (:func:`register_func`).
-            Or ``HOLDFAST_TASKD_MAX_RESTARTS`` is no number.
+            Or ``HOLDFAST_TASKD_MAX_RESTARTS`` is not a number.
         SystemExit: a worker failed after the last permitted restart.
     """
     missing = [name for name in NAMES if name not in _functions]

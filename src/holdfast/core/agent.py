@@ -255,8 +255,8 @@ class Agent:
         return self._take()
 
     def check(self) -> None:
-        """Raise AssertionError if a spare counts as a worker, a worker outlives its agent, or too many messages are
-        kept.
+        """Raise AssertionError if a spare counts as a worker, if a worker outlives its agent, or if too many messages
+        are kept.
         """
         assert not (self.ended and any(w.alive for w in self.workers.values())), "ended with a living worker"
         assert not any(is_spare(w) for w in self.workers), "a spare among the workers"

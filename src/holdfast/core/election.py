@@ -23,9 +23,10 @@ change begin. A change from one voter to two is committed when the old voter has
 each majority before and after. A new leader first issues the electorate again in its own term. A voter refuses a
 candidate with an older electorate. Any two successive majorities therefore share a voter.
 
-If one of two voters is lost, the other one is no majority. With a *witness* (an object store where a name can be
-created only once) the voter that first creates the name of the next change continues alone. The other voter finds the
-name taken and gives up. If the other voter is connected but has forgotten its votes, the witness is asked at once.
+If one of two voters is lost, the remaining voter has no majority. With a *witness* (an object store where a name can
+be created only once) the voter that first creates the name of the next change continues alone. The other voter finds
+the name taken and gives up. If the other voter is connected but has forgotten its votes, the witness is asked at
+once.
 
 Invariants:
 1. The state on which an answer or act depends is on disk first: ``PersistHardState`` precedes the ``Send``.
@@ -81,7 +82,7 @@ Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
 class Votes(NamedTuple):
-    """The voters that have granted their vote to this agent in ``term``. Term 0: no votes were requested."""
+    """The voters that have granted their vote to this agent in ``term``. Term 0 means that no votes were requested."""
 
     term: int = 0
     voters: frozenset[NodeId] = frozenset()
@@ -193,7 +194,7 @@ class Election:
                 return
 
     def check(self) -> None:
-        """Raise AssertionError if a candidate or leader lacks its own vote or is no voter, or leads in a wrong term."""
+        """Raise AssertionError if a candidate or leader lacks its own vote, is not a voter or leads in a wrong term."""
         electorate = self.kept.electorate
         if self.role in ("candidate", "leader"):
             assert self.kept.voted_for == self.me, f"{self.role} without its own vote"
@@ -425,7 +426,7 @@ class Election:
             self._timer("alone", self.config.alone_s)
 
     def _has_witness(self, electorate: VoterSet) -> bool:
-        """Return True if this agent is one of two voters, and the witness decides which of them continues."""
+        """Return True if this agent is one of two voters, and a witness decides which of them continues."""
         pair = len(electorate.voters) == 2 and self.me in electorate.voters
         return pair and electorate.witness and self.kept.committed
 

@@ -73,7 +73,10 @@ MEMORY = "memory@"
 
 
 def memory_name(step: int) -> str:
-    """Return the name for the states of ``step`` in memory. An order to start has it in place of a save's name."""
+    """Return the name for the states of ``step`` in memory.
+
+    An order to start workers has this name instead of a save's.
+    """
     return f"{MEMORY}{step}"
 
 

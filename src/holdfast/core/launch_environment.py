@@ -148,7 +148,7 @@ def seat_of(
         hosts: for each host, the ranks that the rank table of the environment lists; empty if no table was read.
 
     Raises:
-        UsageError: a value is no number, a rank has no size or the reverse, a rank is not below the size, or two
+        UsageError: a value is not a number, a rank has no size or the reverse, a rank is not below the size, or two
             launchers contradict each other. The message names the variables and their values.
 
     Example:

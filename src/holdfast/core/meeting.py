@@ -22,9 +22,9 @@ from holdfast.core.ids import NodeId
 
 
 class Told(NamedTuple):
-    """A message of a connected agent: the job that it belongs to, and the job that it is near.
+    """A message of a connected agent: the job that the agent belongs to, and the job that it is near.
 
-    An empty name means no job.
+    An agent is near a job while it is connected to an agent of the job. An empty name means no job.
     """
 
     job: str
@@ -32,7 +32,7 @@ class Told(NamedTuple):
 
 
 class Meeting:
-    """The jobs that one agent knows of before it belongs to one, from the messages of connected agents.
+    """The jobs that one agent knows from the messages of connected agents, before it belongs to a job itself.
 
     Args:
         job: name of the job that this agent belongs to; empty if it belongs to none.

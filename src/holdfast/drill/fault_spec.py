@@ -64,7 +64,7 @@ class FaultSpec:
 class InjectedFault:
     """One fault to inject, at the phase ``phase`` of the first step from ``step`` on.
 
-    Two values of ``phase`` are no phases of a step: :data:`MOMENT` (a random moment) and :data:`DOUBT` (a moment at
+    Two values of ``phase`` are not phases of a step: :data:`MOMENT` (a random moment) and :data:`DOUBT` (a moment at
     which only some ranks know that the vote passed).
     """
 

@@ -40,7 +40,7 @@ class Divided(NamedTuple):
         copies: the number of ranks, or groups of ranks, that train on different data.
         copy: the number of this rank's copy; None if that is the rank's own number.
         group: the process group over which DDP sends the buffers of its first rank to the others; None without DDP.
-        pipeline: runs forward and backward of a pipeline; None if the model is no pipeline.
+        pipeline: runs forward and backward of a pipeline; None if the model is not a pipeline.
     """
 
     model: nn.Module

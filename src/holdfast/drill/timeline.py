@@ -44,7 +44,7 @@ class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def redone(self) -> bool:
-        """True if repeated steps are expected after this fault, so that ``steps_lost`` is no failure.
+        """True if repeated steps are expected after this fault. Then ``steps_lost`` is not a failure.
 
         Steps are repeated after a flipped bit. They are also repeated if the lost rank was the only holder of a box,
         and the memory tier had only an earlier state of this box.

@@ -38,7 +38,7 @@ class Straggler(NamedTuple):
     busy_s: float
 
     def lost_s(self, until: float) -> float:
-        """Return the seconds before the Unix time ``until`` in which the other ranks have waited for this rank."""
+        """Return for how many seconds, up to the Unix time ``until``, the other ranks have waited for this rank."""
         return (1.0 - 1.0 / self.ratio) * max(0.0, until - self.since)
 
 
@@ -97,7 +97,7 @@ class LostTime:
         Args:
             begun: start of the run; Unix time.
             now: the present time, or the end of the run; Unix time.
-            recoveries: begin and end of the recovery of each fault; Unix time.
+            recoveries: start and end of the recovery of each fault; Unix time.
             still_s: seconds since any rank made progress.
             steps: the number of steps that the job has made, each counted once, and the number of redone steps.
         """

@@ -24,7 +24,7 @@ def declare(model: nn.Module, rank: int | None = None, world_size: int | None = 
         world_size: size of that group; None means the size that Megatron reports.
 
     Raises:
-        UnsupportedError: a strided partition, whose parts are no rectangles of the weight.
+        UnsupportedError: a strided partition, whose parts are not rectangles of the weight.
     """
     if rank is None or world_size is None:
         from megatron.core import parallel_state

@@ -18,7 +18,7 @@ from holdfast.session.steps.step import Step
 
 
 def is_newcomer() -> bool:
-    """Return True if this process replaces a lost one and has not joined the other ranks yet, which are ahead."""
+    """Return True if this process replaces a lost process, and has not yet joined the other ranks."""
     client = WorkerClient.current()
     return client is not None and client.joining
 

@@ -149,7 +149,7 @@ class Replay:
 
 @contextmanager
 def closing(replay: Callable[[], Replay | None]) -> Iterator[None]:
-    """Close the session of ``replay()``, if there is one, when an exception leaves the ``with`` body."""
+    """When an exception leaves the ``with`` body, close the session of ``replay()``, if there is one."""
     try:
         yield
     except BaseException as error:

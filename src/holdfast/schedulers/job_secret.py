@@ -27,7 +27,7 @@ def job_token(path: Path, *, makes: bool, wait_s: float) -> None:
 
     Raises:
         UsageError: the file cannot be made here.
-        AuthError: the file belongs to another user, or is no plain file.
+        AuthError: the file belongs to another user, or is not a plain file.
         NotMet: the file did not appear in time.
     """
     deadline_s = time.monotonic() + wait_s
@@ -68,7 +68,7 @@ def _is_ours(path: Path) -> bool:
     """Return True if the secret exists as a plain file of this user, False if it is missing.
 
     Raises:
-        AuthError: it exists in another form, or cannot be looked for.
+        AuthError: it exists in another form, or the directory cannot be searched.
     """
     try:
         os.listdir(path.parent)  # makes a network file system ask its server again

@@ -25,8 +25,8 @@ def bundle_of(workers: int, *, use_gpu: bool, resources: Mapping[str, float]) ->
     An entry of ``resources`` replaces these numbers. A resource of 0 is left out.
 
     Raises:
-        UsageError: a resource is negative or no number, no resource is left, or ``use_gpu`` is set and ``resources``
-            sets GPU to 0.
+        UsageError: a resource is negative or not a number, no resource is left, or ``use_gpu`` is set and
+            ``resources`` sets GPU to 0.
 
     Example:
         ``bundle_of(8, use_gpu=True, resources={"CPU": 32})`` is ``{"CPU": 32.0, "GPU": 8.0}``.

@@ -92,7 +92,7 @@ def first_host(nodelist: str) -> str:
     """Return the first name of a list in Slurm's form: ``n1`` of ``n[1-4,7],m2``, ``r2n05`` of ``r[2-3]n[05-08]``.
 
     Raises:
-        UsageError: the text is no list of hosts.
+        UsageError: the text is not a list of hosts.
     """
     first = re.match(r"((?:[^\[\],]|\[[^\[\]]*\])+)(?:,|$)", nodelist)
     name = re.sub(r"\[([^\[\],-]*)[^\[\]]*\]", r"\1", first[1]) if first else ""

@@ -55,28 +55,28 @@ def open_session(
     Args:
         model: the trained module (plain, DDP, ``fully_shard`` or compiled), or a dict of modules by name.
         optimizer, scheduler: one, a list, or a dict by name. scaler: a ``GradScaler``.
-        checkpoint: directory or ``s3://bucket/prefix`` of checkpoints. None: in the directory of ``holdfast run``.
+        checkpoint: directory or ``s3://bucket/prefix`` of checkpoints. None means the directory of ``holdfast run``.
         resume: ``auto`` (the newest valid checkpoint; a fresh start if there is none), ``never`` (a fresh start), a
             checkpoint, a directory or URL of checkpoints, or ``DIRECTORY@STEP``.
         seed: the seed of all random numbers in the steps.
         save: when to save: a number of steps, a ``timedelta``, ``"auto"`` (the interval that costs least), a policy
-            (see ``holdfast.store.manage.retention``), or a list. None: only at ``Session.save()``.
+            (see ``holdfast.store.manage.retention``), or a list. None means that only ``Session.save()`` saves.
         save_every_steps, save_every_s: further intervals of saves, in steps and in seconds.
         keep: valid checkpoints that are not removed, from this run and the runs that it continues: the newest N, those
             younger than a ``timedelta``, a policy (see ``save``), or a list of these.
         copies: copies of each tensor in a checkpoint, in different files. With 2, any one file may be lost.
-        memory: steps between two copies of a rank's state in shared memory; 0: none. None: by ``--memory-every``.
+        memory: steps between two copies of a rank's state in shared memory (0 for none, None for ``--memory-every``).
         state: further objects with ``state_dict``/``load_state_dict``, random generators, tensors or plain values of
             the whole job, by name; see ``Session.state``. Values of one rank belong into ``Session.own``.
         exit_file: JSON file. The job saves and leaves when a user writes ``{"GracefulExit": 1}`` into the file.
-        verify_block: steps between two checks that a block computes the same again (ImpureBlockError); 0: no check.
+        verify_block: steps between two checks that a block computes the same again (ImpureBlockError); 0 for none.
         verify_data: check that a resumed process draws the same batches as the process before it (DataError).
-        verify_ranks: steps between two checks that another rank computes the same gradients (ComputeError); 0: none.
+        verify_ranks: steps between checks that another rank computes the same gradients (ComputeError); 0 for none.
         nonfinite: action if an optimizer is about to use gradients with inf or nan: ``stop`` (raise NonFiniteError in
             the step), ``skip`` the update on all ranks, ``warn`` once and keep a finite checkpoint, or ``ignore``.
         override: names of hyperparameters (``["lr"]``). A resume takes their values from the script if the script has
             changed them. All others keep the checkpoint's value. The factor of a learning rate schedule is kept.
-        grace_s: seconds from a signal or exit file until the process leaves, even without a checkpoint. None: no limit.
+        grace_s: seconds from a signal or exit file until the process ends, even without a checkpoint (None: no limit).
 
     Raises (when the session is entered; a UsageError also by this call):
         UsageError, UnsupportedError: an argument, optimizer, wrapper, hook or process group that cannot work.

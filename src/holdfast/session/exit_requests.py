@@ -7,12 +7,13 @@ signal, and are restored when the session ends. If the script handles SIGUSR1, t
 because scripts print their stacks on SIGUSR1.
 
 A forked process (a worker of a data loader or pool) inherits the handlers and the descriptor. A signal to the forked
-process alone (``Process.terminate()``) ends that process and is no request to leave. Schedulers signal every process.
-If the parent receives the signal as well, the forked process continues, because the current step may need it.
+process alone (``Process.terminate()``) ends that process and is not a request to leave. Schedulers signal every
+process. If the parent receives the signal as well, the forked process continues, because the current step may need
+it.
 
 The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (modification time and content) is one
 request. Every checkpoint holds the version that was answered last, so a file that is left over does not stop the next
-run. A file that exists when a job begins, and was not answered before, is answered at the first step. A process that
+run. If a file exists when a job begins, and was not answered before, it is answered at the first step. A process that
 joins a running job ignores the version that it finds. An ignored request is logged in one line. A file that cannot be
 read causes one warning.
 """
@@ -69,8 +70,8 @@ class ExitWatch:
 
     Args:
         ask: called for each request, in the watching thread, with the name of the signal or file.
-        exit_file: the file to watch; None: only signals are watched.
-        grace_s: seconds after the first request after which ``give_up`` is called; None: no limit.
+        exit_file: the file to watch; if None, only signals are watched.
+        grace_s: seconds after the first request after which ``give_up`` is called; None means no limit.
         give_up: ends the process.
         signals: the signals that are requests to leave.
     """
@@ -106,8 +107,8 @@ class ExitWatch:
 
         Args:
             known: rank-local values of the loaded state, with the record of the exit-file version that was answered
-                last (:meth:`record`). Without this record the present version of the file is ignored. None: no state
-                was loaded, and no version was answered yet.
+                last (:meth:`record`). Without this record the present version of the file is ignored. None if no
+                state was loaded, and no version was answered yet.
             say: logs the line about an ignored request.
         """
         self._answered = None if known is None else known.get(RECORD)
@@ -151,7 +152,10 @@ class ExitWatch:
                 os.close(fd)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Call the script's own handler of a signal. Without one, end a forked process that got the signal alone."""
+        """Call the script's own handler of a signal.
+
+        Without one, end this process if it is a forked one and the only receiver.
+        """
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)
@@ -221,7 +225,10 @@ class ExitWatch:
             self._asked(f"file {self._file}")
 
     def _asks(self, version: FileVersion) -> bool:
-        """Return whether ``version`` of the exit file asks to leave. Log a warning if the content is not JSON."""
+        """Return whether ``version`` of the exit file is a request to leave.
+
+        Log a warning if the content is not JSON.
+        """
         try:
             asked = json.loads(version.content)
         except (ValueError, RecursionError):
@@ -248,7 +255,7 @@ def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> 
     """Return the newest version of the exit file to which an earlier process of the job has reacted.
 
     Args:
-        local: the loaded rank-local values of this process; None: a new job begins without a checkpoint.
+        local: the loaded rank-local values of this process; None if a new job begins without a checkpoint.
         root: directory of the session's checkpoints. In a new job, the newest checkpoint there shows which version an
             earlier job has answered.
         rank: the rank of this process.

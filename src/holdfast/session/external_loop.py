@@ -15,12 +15,12 @@ def steps_of_framework(session: Session, loader: Any = None) -> Iterator[Step]:
     """Return an iterator over all steps of the job.
 
     The framework and its callbacks (``on_epoch_begin``) run code between this call and the first step. A restarted
-    process runs this code again, although the restored state already contains its effect. A session undoes the second
-    effect of code that a restarted process runs between two loops (``loops/loop.py``). So this function first runs a
-    loop without steps: the code of the framework then lies between this loop and the loop over the steps.
+    process runs this code again, although the restored state already contains its effect. Between two loops, a
+    session undoes the second effect of such code (``loops/loop.py``). So this function first runs a loop without
+    steps. The code of the framework then lies between this empty loop and the loop over the steps.
 
     Args:
-        loader: the loader from which the framework gets its batches; None: the framework draws batches itself.
+        loader: the loader from which the framework gets its batches; None if the framework draws batches itself.
     """
     session.takes_loops()
     for step in session.steps(until=0):

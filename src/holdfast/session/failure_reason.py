@@ -24,7 +24,7 @@ def tell_why(client: WorkerClient | None, key: str, rank: int, error: Exception)
 
 
 def hear_why(client: WorkerClient | None, key: str) -> tuple[str, str]:
-    """Return the error that a rank has published under ``key``: its message, with the rank's number, and its hint.
+    """Return the error that a rank has published under ``key``: the message, with the number of the rank, and the hint.
 
     If no rank has published an error, the message only refers to the log of another rank.
     """

@@ -70,10 +70,10 @@ def once(name: str, make: Callable[[], Value]) -> Value:
 
 
 def _ask(client: WorkerClient, name: str, value: str) -> str:
-    """Return the value, as JSON, that the controller keeps under ``name``; empty: it keeps none.
+    """Return the value, as JSON, that the controller keeps under ``name``; empty if it keeps none.
 
     Args:
-        value: JSON that the controller keeps from now on if it has no value yet; empty: only ask.
+        value: JSON that the controller keeps from now on if it has no value yet; if empty, only ask.
 
     Raises:
         UsageError: this rank has already used the largest number of names.
@@ -118,7 +118,7 @@ def encoded(name: str, value: object) -> str:
 
 
 def _odd(value: object) -> str:
-    """Return a description of the first part of ``value`` that JSON would change; empty: JSON changes nothing."""
+    """Return a description of the first part of ``value`` that JSON would change; empty if JSON changes nothing."""
     if value is None or type(value) in (bool, int, str):
         return ""
     if type(value) is float:

@@ -21,12 +21,12 @@ class RunContext(NamedTuple):
     Attributes:
         saves_as: id of the run in the names of its checkpoints.
         age_s: seconds since the run began.
-        verify_every: number of steps in which all copies of the state are compared once; 0: never.
-        memory_every: steps between two states in the memory tier; 0: none; AUTO: the tier decides.
-        checkpoints: the default directory of checkpoints; None: there is none.
-        shared: directory in shared memory that outlives this process; None: there is none.
+        verify_every: number of steps in which all copies of the state are compared once; 0 means never.
+        memory_every: steps between two states in the memory tier; 0 if no states are kept, AUTO if the tier decides.
+        checkpoints: the default directory of checkpoints; None if there is none.
+        shared: directory in shared memory that outlives this process; None if there is none.
         pull: function (rank, step) that fetches a state of the memory tier from another node, and returns False if no
-            node has that state. None: the run has one node.
+            node has that state. None if the run has one node.
     """
 
     saves_as: str
@@ -42,7 +42,7 @@ def run_of(client: WorkerClient | None, library: bool) -> RunContext:
     """Return the facts about the run of this process. Without a client they describe a run of this process alone.
 
     Args:
-        client: the connection to the agent; None: a job of one process without a launcher.
+        client: the connection to the agent; None in a job of one process without a launcher.
         library: the job has no launcher, and the session itself started the agent.
     """
     if client is None or client.run_dir is None:

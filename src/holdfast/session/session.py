@@ -104,7 +104,7 @@ class Session(ScriptLoops):
             containers in place. A loaded number or string only replaces the entry ``s.state["name"]``, so the script
             must read it there. Changes by a block that is aborted are undone. Loaders, and objects of more than 65536
             numbers, are not copied for this. Change these only after ``optimizer.step()``.
-        root: directory or URL of the checkpoints; None: nothing is saved.
+        root: directory or URL of the checkpoints; if None, nothing is saved.
 
     Example:
         >>> with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpts/") as s:  # doctest: +SKIP
@@ -202,7 +202,7 @@ class Session(ScriptLoops):
         return self
 
     def _join(self) -> tuple[WorkerClient | None, bool]:
-        """Return the connection to the agent (None: no agent), and whether sessions start the agents."""
+        """Return the connection to the agent (None without an agent), and whether sessions start the agents."""
         client = WorkerClient.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False
@@ -373,7 +373,7 @@ class Session(ScriptLoops):
 
     @property
     def step(self) -> int:
-        """Number of committed updates. Inside a user's ``state_dict``, the number of the state that is being read."""
+        """Number of committed updates. Inside a user's ``state_dict``, the step whose state is being read."""
         self._asked()
         return self._rank.step if self._collecting is None else self._collecting
 
@@ -388,7 +388,7 @@ class Session(ScriptLoops):
 
     @property
     def place_in_data(self) -> Mapping[str, int] | None:
-        """Position of the job in the data of its open loop, as ``Feed.place`` returns it; None: not known."""
+        """Position of the job in the data of its open loop, as ``Feed.place`` returns it; None if it is not known."""
         self._asked()
         at: Mapping[str, int] | None = self._loops.place.get("at")
         return at
@@ -404,8 +404,9 @@ class Session(ScriptLoops):
         """True if the job has made no step in the open epoch or phase; outside of both: no step at all.
 
         The code between ``s.epochs(N)`` and ``s.steps(loader)`` also runs in a process that joins or resumes in the
-        middle of an epoch. Put it under this condition if it writes weights, or computes from them what the steps use.
-        Keep its results in ``state``. It runs again if a fault comes before the first step of the epoch has ended.
+        middle of an epoch. Put that code under this condition if it writes weights, or computes values for the steps
+        from the weights. Keep its results in ``state``. The code runs again if a fault comes before the end of the
+        first step of the epoch.
 
         Example:
             >>> for epoch in s.epochs(90):  # doctest: +SKIP
@@ -418,7 +419,7 @@ class Session(ScriptLoops):
         return self._rank.step == self._loops.walk.begun_at
 
     def _asked(self) -> None:
-        """In a spare, first wait until it is called. Raises: UsageError: the session is not entered."""
+        """Check that the session is entered. A spare first waits until it is called. Raises: UsageError."""
         self._require_entered()
         if not self._rehearsing:
             self._go_on_stage()
@@ -431,11 +432,12 @@ class Session(ScriptLoops):
 
     @property
     def own(self) -> Plain:
-        """Plain values of this rank alone, which its replacement and a resumed process get back; None: none.
+        """Plain values of this rank alone, which its replacement and a resumed process get back.
 
-        Values of the whole job belong into ``state``. Set ``own`` in the block of a step, before
-        ``optimizer.step()``: if the block is aborted, the earlier values are restored. A rank that is lost after its
-        update, and before it sets ``own``, leaves the values of the step before. The values may take at most 128 KiB.
+        ``own`` is None if nothing was set. Values of the whole job belong into ``state``. Set ``own`` in the block of
+        a step, before ``optimizer.step()``: if the block is aborted, the earlier values are restored. If a rank is
+        lost after its update and before it sets ``own``, its replacement gets the values of the previous step. The
+        values may take at most 128 KiB.
 
         Example:
             >>> s.own = {"samples": s.own["samples"] + len(x) if s.own else len(x)}  # doctest: +SKIP
@@ -449,7 +451,7 @@ class Session(ScriptLoops):
         self._loops.mine.set(value)
 
     def keep_own(self, value: Plain) -> None:
-        """Set ``own`` for a library that drives the loop, which sets it again for a step that runs again."""
+        """Set ``own`` for a library that drives the loop. If a step runs again, the library sets ``own`` again."""
         self._loops.mine.own = value
 
     def attach(self, name: str, item: T) -> T:
@@ -529,11 +531,14 @@ class Session(ScriptLoops):
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of random numbers of all copies of the model, for integrations; None: one stream per copy."""
+        """The streams of random numbers of all copies of the model, for integrations.
+
+        The value is None if each copy has its own stream.
+        """
         return self._adapter.streams if isinstance(self._adapter, SharesRandomNumbers) else None
 
     def framework_stands(self) -> None:
-        """Record that the library that drives the loop has finished its setup or other work before the next block."""
+        """Record that the library which drives the loop has finished its setup, or other work before the next block."""
         self._rank.moved(ScriptEvent.FRAMEWORK_DONE)
         self._adapter.remember(self._rank.step)
 
@@ -565,17 +570,23 @@ class Session(ScriptLoops):
         self._verifier.tell(step)
 
     def entered(self, step: int) -> bytes | None:
-        """Record that the block of ``step`` began. Return rank-local values for the status page; None: unchanged."""
+        """Record that the block of ``step`` began. Return rank-local values for the status page.
+
+        The result is None if they are unchanged.
+        """
         return self._loops.entered(step)
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch that model replica ``copy`` draws for the open step. Raises: LookupError: not known."""
+        """Return the batch that model replica ``copy`` draws for the open step.
+
+        Raises: LookupError: the batch is not known.
+        """
         return self._loops.batch_of(copy)
 
     def foresee(self) -> bytes | None:
         """Log the update in the memory tier, before the vote.
 
-        Return the rank-local values of the next step for the status page; None: unchanged.
+        Return the rank-local values of the next step for the status page; None if they are unchanged.
         """
         self._tier.foresee(self._rank.step)
         return self._loops.foresee(self._of_updates())
@@ -585,10 +596,10 @@ class Session(ScriptLoops):
         return {**of_updates, **self._blocks.inputs.of_rank()}
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Record the data position, publish a changed layout, and keep the state in memory if due, before the commit.
+        """Before the commit, record the data position, publish a changed layout, and keep the state in memory if due.
 
         Returns:
-            Rank-local values for the status page; None: unchanged.
+            Rank-local values for the status page; None if they are unchanged.
         """
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
         payload = self._loops.note(self._of_updates())
@@ -665,7 +676,7 @@ class Session(ScriptLoops):
         return isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.state == "ready"
 
     def _fall(self, error: Exception) -> None:
-        """Preserve the state of the last committed step, if possible, after an exception of the script."""
+        """After an exception of the script, preserve the state of the last committed step if possible."""
         rank = self._rank
         self._loops.explain(error)
         rank.moved(ScriptEvent.STRAYED)

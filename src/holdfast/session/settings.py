@@ -37,7 +37,7 @@ class SessionOptions(TypedDict, total=False):
 
 
 class SessionSettings:
-    """The checked arguments of a session that do not depend on the framework. Raises: UsageError: a wrong value."""
+    """The checked arguments of a session that do not depend on the framework. Raises: UsageError: a value is wrong."""
 
     def __init__(
         self,
@@ -120,7 +120,10 @@ def _whole(name: str, value: object, least: int | None = None) -> int:
 
 
 def _seconds(name: str, value: object, *, zero: bool = False) -> float:
-    """Return ``value``, a duration in seconds, as a float. Raises: UsageError: not positive; ``zero`` allows 0."""
+    """Return ``value``, a duration in seconds, as a float. ``zero`` allows 0.
+
+    Raises: UsageError: ``value`` is not positive.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"session({name}={value!r}): not a number of seconds", hint=f"{name}=600")
     seconds = float(value)

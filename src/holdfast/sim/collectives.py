@@ -125,7 +125,7 @@ class Collectives:
         self.scene.later_on(voter.node_id, delay_s, f"{label}:{voter.rank}", action)
 
     def forget_wrong(self) -> None:
-        """From now on, treat the gradients of all votes so far as correct, also those that a flipped bit changed.
+        """From now on, treat the gradients of all votes so far as correct, even those that a flipped bit has changed.
 
         The caller has found that no two copies of the state differ now, so no comparison can detect the flipped bit.
         """

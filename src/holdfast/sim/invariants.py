@@ -68,7 +68,7 @@ class Checks:
         self.counts = {"forward": 0, "back": 0, "none": 0}
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """Check, after a rank changed its state, that no rank updates a step that another rank has discarded.
+        """After a change of a rank's state, check that no rank updates a step that another rank has discarded.
 
         ``old`` and ``new`` are states of the step protocol.
         """
@@ -166,7 +166,7 @@ class Checks:
             raise Violation("a_spare_is_nobody", f"{type(message).__name__} of {named}")
 
     def sending(self, settle: Settle) -> None:
-        """Check, when the controller sends a decision, that this decision is already in the journal."""
+        """When the controller sends a decision, check that this decision is already in the journal."""
         text = str(settle.generation)
         journal = self.scene.journal
         for record in journal[self._read :]:
@@ -177,13 +177,13 @@ class Checks:
             raise Violation("persist_then_act", f"the decision of {text} was sent before it was written")
 
     def updates(self, worker: SimWorker) -> None:
-        """Check, when a rank begins the update of step k, that its parameters contain exactly k updates."""
+        """When a rank begins the update of step k, check that its parameters contain exactly k updates."""
         if worker.applied != worker.machine.step:
             text = f"rank {worker.rank} holds step {worker.applied} and updates step {worker.machine.step}"
             raise Violation("updates_what_it_holds", text)
 
     def resuming(self, resume: ResumeInPlace) -> None:
-        """Check, when the job resumes without a restart, that every rank has the state of the step in ``resume``.
+        """When the job resumes without a restart, check that every rank has the state of the step in ``resume``.
 
         The controller sends the order ``resume`` to all ranks in one simulated event, in which no rank changes its
         state. The check therefore runs once per event.
@@ -206,7 +206,7 @@ class Checks:
         return [w.told() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))]
 
     def stood(self, rank: int) -> None:
-        """Raise ``Violation``, because a rank that paused between two steps waited until the time limit of the pause.
+        """Raise ``Violation``: a rank that paused between two steps has waited until the time limit of the pause.
 
         In such a pause all ranks wait while the controller moves some of them to another node. A fence or an order of
         the controller must end the pause.
@@ -256,7 +256,7 @@ class Checks:
             self._forgotten(str(action))
 
     def _forgotten(self, action: str) -> None:
-        """Check, when the job returns to a checkpoint or to the start, that the memory tier has no newer state."""
+        """When the job returns to a checkpoint or to the start, check that the memory tier has no newer state."""
         seated = [worker for _, worker in sorted(self.scene.seated.items())]
         kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
         newest = max(set.intersection(*kept), default=-1) if kept else -1

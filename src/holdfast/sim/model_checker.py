@@ -46,7 +46,7 @@ class RankNow(NamedTuple):
     passed: bool = False  # the vote completed, and this rank has not received the result yet
 
     def on(self, event: StepEvent) -> RankNow | None:
-        """Return the rank after ``event``, or None if the table of the step machine allows no such event now."""
+        """Return the rank after ``event``, or None if the table of the step machine does not allow this event now."""
         target = _TABLE.get((self.state, event, self.fence > 0))
         if target is None:
             return None

@@ -54,7 +54,8 @@ class Memory:
     def commit(self, rank: int, step: int, applied: int | None) -> None:
         """Record that a rank's copy of its state of ``step`` is complete.
 
-        ``applied`` is the number of updates that the copy really contains; None if it was made during a change.
+        ``applied`` is the number of updates that the copy really contains; None if it was made during a change of the
+        parameters.
         """
         self._slots[rank] = [
             *(s for s in self._slots.get(rank, []) if s.step != step),

@@ -1,4 +1,4 @@
-"""Simulated spares: processes that wait until their agent calls them, which means that they become workers."""
+"""Simulated spares: processes that wait until their agent calls them. A called spare becomes a worker."""
 
 from __future__ import annotations
 

@@ -395,7 +395,10 @@ class World:
             self._feed_agent(agent, event)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a node after ``delay_s`` virtual seconds; if 0, after the random time that a fork takes."""
+        """Start workers on a node after ``delay_s`` virtual seconds.
+
+        If it is 0, the delay is the random time that a fork takes.
+        """
         self.replaced = [*self.replaced, *(self.seated[m.rank] for m in order.members)] if order.join else []
         for seat in order.members:
             worker = self.worker_type(self, node_id, seat, order)
@@ -526,7 +529,7 @@ class World:
             self.collectives.forget_wrong()  # an update of these ranks with changed gradients may be in progress
 
     def stood(self, rank: int) -> None:
-        """Raise ``Violation``, because a rank in a pause between two steps waited until the time limit of the pause."""
+        """Raise ``Violation``: a rank that paused between two steps has waited until the time limit of the pause."""
         self.checks.stood(rank)
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:

@@ -234,7 +234,7 @@ def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
 
 
 def size_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as ``5GB``, ``500 mb``, ``4GiB`` or ``1000000`` means.
+    """Return the number of bytes in a text such as ``5GB``, ``500 mb``, ``4GiB`` or ``1000000``.
 
     Raises:
         click.BadParameter: the text has another form, or means 0 bytes.
@@ -304,8 +304,8 @@ def import_(
     """Write SOURCE as a checkpoint below ROOT.
 
     SOURCE is a torch.save file, a torch DCP directory, a .safetensors file, a directory with model.safetensors or
-        model.safetensors.index.json, or a directory of Megatron (iter_N with its mp_rank_XX, or the directory above
-        it). With --strategy, SOURCE is a directory with MindSpore's rank_N/*.ckpt.
+    model.safetensors.index.json, or a directory of Megatron (iter_N with its mp_rank_XX, or the directory above
+    it). With --strategy, SOURCE is a directory with MindSpore's rank_N/*.ckpt.
     """
     with ExitStack() as stack:
 

@@ -44,7 +44,7 @@ def completion(shell: str) -> int:
     """Print the script with which a shell completes commands, flags, scripts and runs.
 
     For bash, add this line to ~/.bashrc: eval "$(holdfast completion bash)". For zsh, add the same line with zsh to
-        ~/.zshrc. For fish, run: holdfast completion fish > ~/.config/fish/completions/holdfast.fish
+    ~/.zshrc. For fish, run: holdfast completion fish > ~/.config/fish/completions/holdfast.fish
     """
     echo(script_for(shell))
     return 0

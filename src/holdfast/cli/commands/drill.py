@@ -84,7 +84,7 @@ def drill(
     """Run a training job once undisturbed and once with faults, and compare the results bit for bit.
 
     Without SCRIPT, the job trains a byte-level GPT on the sources of the standard library. With SCRIPT ARGS, the job is
-        your own script, started as `holdfast run` would start it. The script must use holdfast.session.
+    your own script, started as `holdfast run` would start it. The script must use holdfast.session.
     """
     require_torch()
     if json_file is not None:

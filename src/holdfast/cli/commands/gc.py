@@ -198,7 +198,7 @@ def _size_bytes(path: Path) -> int:
 def _remove(path: Path) -> str:
     """Remove the directory of a run. Return why it could not be removed; empty if it was removed.
 
-    The launcher's lock of the run is held meanwhile, so that another start of the run waits.
+    The launcher's lock of the run is held during the removal, so that another start of the run waits.
     """
     with ExitStack() as held:
         try:

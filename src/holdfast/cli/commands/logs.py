@@ -44,7 +44,7 @@ def logs(
     """Print the output of the ranks of RUN (an id, a path, or the newest).
 
     Logs are plain files on the node where a rank ran: one file per rank and attempt (start of all workers). `--paths`
-        prints their names. Control characters are shown as escapes, except those for colours.
+    prints their names. Control characters are shown as escapes, except those for colours.
     """
     directory, settings = find_run(run, run_dir)
     watch = Watch(directory, settings)

@@ -27,7 +27,7 @@ class RankStacks(msgspec.Struct, frozen=True):
 
     ``process``: letter of the process state, ``cpu``: used share of a core, ``wchan``: kernel function in which the
     process waits, ``where``: innermost frames, ``stacks``: Python stacks of all threads, empty if the process gave no
-        answer.
+    answer.
     """
 
     rank: int

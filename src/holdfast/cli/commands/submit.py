@@ -67,7 +67,7 @@ def slurm(
     """Write a batch script for SCRIPT, show it, and submit it.
 
     Options of sbatch keep their long names (--time 8:00:00 --partition gpu --gres gpu:8). Options --container-* are
-        those of srun with pyxis. Flags of holdfast run (--nproc-per-node, --root, ...) are passed on to it.
+    those of srun with pyxis. Flags of holdfast run (--nproc-per-node, --root, ...) are passed on to it.
     """  # fmt: skip
     if script is None:
         raise UsageError(
@@ -210,7 +210,7 @@ def k8s(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
     """Print the Kubernetes objects that run SCRIPT, a path in the image.
 
     Flags of holdfast run (--nproc-per-node, --root, ...) are passed on to it. A job of several nodes needs a Secret,
-        which is not printed. --apply makes it if there is none, and --show-secret prints a new one.
+    which is not printed. --apply makes it if there is none, and --show-secret prints a new one.
     """  # fmt: skip
     if script is None:
         raise UsageError("no training script given",

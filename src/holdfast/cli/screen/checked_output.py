@@ -18,7 +18,10 @@ from holdfast.exit_codes import Exit
 
 
 class OutputLost(Exception):
-    """The error of a failed write to stdout. It is no ``OSError``, so that no handler for ``OSError`` catches it."""
+    """The error of a failed write to stdout.
+
+    It is not an ``OSError``, so that no handler for ``OSError`` catches it.
+    """
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))

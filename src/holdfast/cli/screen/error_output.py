@@ -44,7 +44,7 @@ _NOTHING_SAID: Any = getattr(
 
 @contextmanager
 def logs_at(path: Path | str) -> Iterator[None]:
-    """Add ``path``, where the user finds details, to each error that leaves the block of this context manager.
+    """Add ``path``, where the user finds details, to each error that leaves the ``with`` body.
 
     An error that already has such a path keeps it.
     """

@@ -76,7 +76,7 @@ PLACES = {
 
 
 def kept(view: RunView) -> str:
-    """Return a text about the newest checkpoint of a run and the steps after it, which are lost."""
+    """Return a text about the newest checkpoint of a run, and about the later steps, which are lost."""
     behind = 0 if view.cut_off else view.step - max(view.kept_step, 0)
     newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
     not_kept = "is not kept" if behind == 1 else "are not kept"
@@ -111,7 +111,7 @@ def named(what: str) -> str:
 def alike(faults: Sequence[FaultView]) -> str:
     """Return one text for all faults of a run, if they differ only in numbers.
 
-    Empty if the faults also differ in words, or if the run had fewer than ``ALIKE_LEAST`` faults.
+    The text is empty if the faults also differ in words, or if the run had fewer than ``ALIKE_LEAST`` faults.
     """
     own = [fault for fault in faults if fault.what != LEFT_FOR_RESTART]
     if len(own) < ALIKE_LEAST or len({NUMBER.sub("", fault_what(fault)) for fault in own}) > 1:

@@ -59,7 +59,7 @@ class SpareView(msgspec.Struct):
     """A spare, a process that waits to become a rank.
 
     ``where``: the place in the script where it waits; empty if it is still starting. ``age_s``: seconds since it began
-        to wait or, before that, since it was started.
+    to wait or, before that, since it was started.
     """
 
     pid: int
@@ -70,7 +70,8 @@ class SpareView(msgspec.Struct):
 def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
     """Return a text about how often, and at which steps, the exception of ``fault`` has occurred up to this fault.
 
-    Empty if it has occurred once. Exceptions whose texts differ only in numbers count as the same.
+    The text is empty if the exception has occurred once. Exceptions whose texts differ only in numbers count as the
+    same.
     """
     words = NUMBER.sub("", fault.what)
     same = [f for f in faults if f.kind == fault.kind == "exception" and NUMBER.sub("", f.what) == words]
@@ -312,7 +313,7 @@ def _rank_view(page: Page) -> RankView:
 
 
 def _still_s(ranks: list[RankView]) -> float:
-    """Return the seconds since any rank in a session made progress, if a step never takes that long; otherwise 0."""
+    """Return the seconds since the last progress of any rank, if no step takes that long; otherwise 0."""
     living = [r for r in ranks if r.alive]
     busy_s = max((r.busy_s for r in living), default=0.0)
     inside = any(r.phase in INSIDE for r in living) and all(r.phase in INSIDE | OUTSIDE for r in living)

@@ -5,7 +5,7 @@ Rules:
    ``pyproject.toml``, default. If two flags set the same thing (``RIVALS``), the flag from the later source in this
    order is ignored.
 2. Only the files of the working directory are read.
-3. A key that is no flag is an error, and so is a value of another type. No setting is ignored silently.
+3. A key that is not a flag is an error, and so is a value of another type. No setting is ignored silently.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Contact(NamedTuple):
 
     @property
     def means_here(self) -> bool:
-        """True if the name is that of this host and resolves to loopback here, as on Debian.
+        """True if this is the name of this host and resolves to loopback here, as on Debian.
 
         On other hosts such a name resolves to another address.
         """
@@ -231,7 +231,10 @@ def _here_towards(contact: Contact) -> str:
 
 
 def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
-    """Yield the addresses at which a host answers a dial, even if it refuses because no process listens on the port."""
+    """Yield the addresses at which a host answers a dial.
+
+    A refusal, because no process listens there, is also an answer.
+    """
     for address in addresses:
         try:
             dial(Address(address, port), ANSWER_S).close()

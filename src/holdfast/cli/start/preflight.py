@@ -67,7 +67,7 @@ def no_processes_for(nproc: int, per_worker: int = WORKER_THREADS) -> str:
 
 
 def threads_of(user: int) -> int:
-    """Return the number of threads of the user with id ``user``, as far as ``/proc`` shows them."""
+    """Return the number of threads of the user with id ``user`` that ``/proc`` shows."""
     count = 0
     for status in Path("/proc").glob("[0-9]*/status"):
         try:

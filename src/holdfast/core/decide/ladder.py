@@ -49,7 +49,10 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def not_in_place(self) -> tuple[str, ...]:
-        """Why lost ranks cannot be replaced while the others keep their processes, as one line; empty if they can."""
+        """One line with the reason why lost ranks cannot be replaced while all others keep their processes.
+
+        The result is empty if the lost ranks can be replaced in this way.
+        """
         reason = self.situation.unreplaceable
         return (f"not in place: {reason}",) if reason else ()
 
@@ -72,7 +75,7 @@ class Rung(msgspec.Struct, frozen=True):
 
 
 class Grow(Rung, frozen=True):
-    """The rung that restarts the job with more ranks, because nodes have come back."""
+    """The rung that restarts the job with more ranks when nodes have come back."""
 
     name = "grow"
     does = "all workers start again with more ranks, from a checkpoint written now, when nodes came back"
@@ -94,7 +97,7 @@ class Grow(Rung, frozen=True):
 
 
 class Retry(Rung, frozen=True):
-    """The rung that runs the step again in the same processes, because all ranks live."""
+    """The rung that runs the step again in the same processes. It is possible if all ranks live."""
 
     name = "retry"
     does = "the same step again in the same processes, with fresh connections"
@@ -125,7 +128,7 @@ def _again(steps: int) -> str:
 
 
 class BeginFresh(Rung, frozen=True):
-    """The rung that starts the training from nothing, before the first committed step or without a session."""
+    """The rung that starts the training from nothing: no step was committed yet, or the script has no session."""
 
     name = "begin"
     does = "all workers start from nothing: the script has no session, or no step was committed yet"
@@ -188,7 +191,7 @@ def _replaced(case: Case) -> LadderVerdict | str:
 
 
 class ReplaceFromMemory(Rung, frozen=True):
-    """The rung that replaces lost ranks from states in the memory tier, for boxes whose only holder is lost."""
+    """The rung that replaces lost ranks and takes boxes whose only holder is lost from the memory tier."""
 
     name = "memory"
     does = (
@@ -388,9 +391,9 @@ class Ladder(msgspec.Struct, frozen=True):
     def parse(spec: str) -> Ladder:
         """Return the ladder for a value of ``--on-fault``.
 
-        The value is a comma-separated list. Its items are names of rungs in the order of trial, words that other
-        programs use (``auto``, ``process``, ``pod``, ``job``), or ``cause:rung`` (the rung at which the ladder starts
-        for that cause).
+        The value is a comma-separated list. An item is one of three: the name of a rung, in the order of trial; a
+        word that other programs use (``auto``, ``process``, ``pod``, ``job``); or ``cause:rung``, the rung at which
+        the ladder starts for that cause.
 
         Raises:
             UsageError: an item names no rung, or no cause.

@@ -106,9 +106,9 @@ class PhaseRules(NamedTuple):
             none.
         to_replacement: the message for a replacement that has not joined; None means the message of ``order``.
         until: the condition that ends the phase. ``answered``: all living members have answered the fence. ``there``:
-            all living members are at the decided step. ``joined``: every seat has a full member, which is at that step.
-            ``gone``: no process is left. ``started``: all processes of a script without a session have started.
-            ``reached``: all members have committed a step. Empty: only an event ends the phase.
+            all living members are at the decided step. ``joined``: every seat has a full member, which is at that
+            step. ``gone``: no process is left. ``started``: all processes of a script without a session have started.
+            ``reached``: all members have committed a step. The text is empty if only an event ends the phase.
         waits: names of the time limits (``core/job/wait_bounds.py``) that run in this phase.
         then: the next action of the sources once they are at the decided step (``Settle.then``); empty if there are no
             sources.

@@ -2,7 +2,7 @@
 
 Theory. The verdict (the answer to a fault) is a pure function of the situation after all ranks have settled, the
 history of this run and the budget of restarts. The rules of this module come first, then the rungs (possible answers)
-of ``core/decide/ladder.py``. A verdict names its evidence, so that a user can check the report of it by hand.
+of ``core/decide/ladder.py``. A verdict names its evidence, so that a user can check the verdict by hand.
 
 Invariants:
 1. A stop verdict comes only from evidence in the situation or the history, never from a guess.

@@ -1,4 +1,4 @@
-"""Collectives between two steps that one rank makes and another does not, although both run the same script.
+"""Collectives between two steps that only one of two ranks makes, although both run the same script.
 
 Theory. Between two blocks all ranks make the same number of collectives. If the code there depends on variables that a
 replacement does not have, the replacement makes more collectives than the other ranks, or fewer. The job then breaks or
@@ -41,7 +41,7 @@ class RankSeen(NamedTuple):
 
     @property
     def born(self) -> int:
-        """A number that is equal for ranks whose processes have started together, and greater for later ones.
+        """A number that is equal for ranks whose processes have started together, and greater for later starts.
 
         The members of one start have ids in the order of their ranks.
         """
@@ -54,7 +54,9 @@ class _Count(NamedTuple):
 
 
 def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | None:
-    """Return the proof that a replacement and another rank make unlike collectives between two steps; None without one.
+    """Return the proof that a replacement and another rank make different numbers of collectives between two steps.
+
+    The result is None if there is no proof.
 
     Args:
         generation: the generation in which the ranks have run until the fault.
@@ -71,9 +73,10 @@ def unmatched(generation: Generation, ranks: Iterable[RankSeen]) -> Failure | No
 
 
 def _least(final: list[_Count]) -> list[_Count]:
-    """Return the smallest count, and the smallest count among the ranks that started at another time than its rank.
+    """Return the entry with the smallest count, and one of a rank that started at another time.
 
-    The second count is missing if all ranks started together.
+    The second entry has the smallest count among the ranks that started at another time than the rank of the first
+    entry. It is missing if all ranks started together.
     """
     if not final:
         return []
@@ -83,7 +86,11 @@ def _least(final: list[_Count]) -> list[_Count]:
 
 
 def _failure(generation: Generation, makes: RankSeen, leaves_out: RankSeen, both: int) -> Failure:
-    """Return the failure of the newer one of two ranks. ``both``: the number of collectives that both have made."""
+    """Return the failure of that rank whose process was started later.
+
+    ``makes`` is the rank that has made more collectives than ``leaves_out``. ``both`` is the number of collectives
+    that both ranks have made.
+    """
     assert makes.outside is not None
     newcomer = max(makes, leaves_out, key=lambda seen: seen.born)
     extra = makes.outside.first[min(both, len(makes.outside.first) - 1)]

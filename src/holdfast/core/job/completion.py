@@ -36,7 +36,7 @@ class AllOf:
 
 
 class SessionOpenings:
-    """The progress of a start of all members: whether all their sessions have opened."""
+    """The test whether all sessions have opened after a start of all members."""
 
     def __init__(self) -> None:
         self.complete = False

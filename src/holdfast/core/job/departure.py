@@ -1,10 +1,10 @@
 """Nodes that will leave while other nodes of the job stay: by a notice, or because their launcher must end or has died.
 
-Theory. ``core/job/leaving.py`` decides what is done about a node, each time the facts may have changed. A move of ranks
-has three parts. First, new processes for the ranks are built on other nodes while the old processes train. Second, all
-ranks agree by a vote to stop at the end of a step. Third, the old processes are killed at that stop, and the usual
-recovery puts the new processes into their seats. All ranks are then at the same committed step, so no step is repeated.
-When the job has resumed, the node is given up without waiting for its silence.
+Theory. ``core/job/leaving.py`` decides about a node each time the facts may have changed. A move of ranks has three
+parts. First, new processes for the ranks are built on other nodes while the old processes train. Second, all ranks
+agree by a vote to stop at the end of a step. Third, the old processes are killed at that stop, and the usual recovery
+puts the new processes into their seats. All ranks are then at the same committed step, so no step is repeated. When
+the job has resumed, the node is given up without waiting for its silence.
 
 The order to stop cannot be taken back, because a vote may have carried it already. So the report of the stop is always
 answered: a move fences the ranks, or they are ordered to continue. The order to continue names the step before which
@@ -164,7 +164,7 @@ class Departures:
         self._abandon()
 
     def joined(self, now: float, node_id: NodeId) -> None:
-        """Decide again about leaving nodes, because a node that has joined may have room for ranks that move."""
+        """Decide again about leaving nodes. A node that has joined may have room for their ranks."""
         if node_id == self._departed:
             self._departed = None
         self.look(now)
@@ -336,7 +336,7 @@ class Departures:
         return Ladder.parse(self.job.config.on_fault).tries("node")
 
     def _others_stand(self) -> bool:
-        """Return True if the nodes that stay are a majority of the voters, and hold the whole state."""
+        """Return True if the remaining nodes are a majority of the voters, and hold the whole state."""
         job, voters = self.job, self.job.liveness.voters
         if job.config.library:
             return False
@@ -417,7 +417,7 @@ class Departures:
     def _held(self, now: float, move: Move, facts: LeavingFacts) -> bool:
         """Request that all ranks stop at the end of a step.
 
-        Return True when they have stopped, or when the time for that is over.
+        Return True when all ranks have stopped, or when the time limit of the stop has passed.
         """
         job = self.job
         if move.asked_in != job.generation:

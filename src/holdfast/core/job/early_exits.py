@@ -1,8 +1,8 @@
 """Processes that ended with code 0 while other ranks still compute.
 
-Theory. Without a session an end with code 0 is no fault: the ranks of a script may end one after the other. It becomes
-a fault when another rank loses a peer or hangs in a collective, because the ended process is the missing peer. The exit
-is then reported as the fault, before the fault of the rank that missed its peer.
+Theory. Without a session an end with code 0 is not a fault: the ranks of a script may end one after the other. It
+becomes a fault when another rank loses a peer or hangs in a collective, because the ended process is the missing
+peer. The exit is then reported as the fault, before the fault of the rank that missed its peer.
 
 Invariants:
 1. An exit with code 0 is reported as a fault at most once, and only as the cause of another rank's fault.
@@ -18,9 +18,10 @@ LEFT = "left with code 0 while others computed"
 
 
 def missed(now: float, job: Job, faults: Faults, fault: Fault) -> list[Fault]:
-    """Return the exits with code 0 that explain ``fault``, if it is the first fault and a lost peer can cause it.
+    """Return the exits with code 0 that explain ``fault``.
 
-    ``now`` is in seconds on the clock of the controller.
+    ``fault`` must be the first fault, and the loss of a peer must be able to cause it. ``now`` is in seconds on the
+    clock of the controller.
     """
     if faults.all:
         return []

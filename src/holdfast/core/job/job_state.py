@@ -129,16 +129,16 @@ class Job:
 
     @property
     def sealed_here(self) -> int:
-        """Newest step that was sealed by the present members, or by the recovery that chose them; -1 if there is none.
+        """The newest step that the present members, or the recovery that chose them, have sealed; -1 if none is sealed.
 
-        A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since then,
+        A checkpoint that is sealed late for an older roster is not evidence. All ranks may have gone back since then,
         and may be running the step of that checkpoint again.
         """
         generation, step = self._sealed_last
         return min(step, self.sealed_step) if generation >= self.roster.generation else -1
 
     def take(self) -> list[Command]:
-        """Return the commands issued since the last call, and clear the list."""
+        """Return the commands issued since the last call, and clear the list of commands."""
         out, self._out = self._out, []
         return out
 
@@ -205,7 +205,7 @@ class Job:
         self.roster.renew(generation)
 
     def reopen(self, reason: str) -> None:
-        """Kill the members that run the code after the training, because of a fault. All ranks then start again."""
+        """Because of a fault, kill the members that run the code after the training. All ranks then start again."""
         if not self.released:
             return
         self.released = False
@@ -330,7 +330,7 @@ class Job:
 
     @property
     def is_assembled(self) -> bool:
-        """True if all voters, and as many nodes as the job starts with, have connected to this controller."""
+        """True if all voters have connected to this controller, and as many nodes as at the start of the job."""
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
 
     @property
@@ -358,7 +358,7 @@ class Job:
 
     @property
     def fits(self) -> bool:
-        """True if the nodes that are heard have room for as many ranks as are to start now."""
+        """True if the nodes that are heard have room for all ranks that start now."""
         return sum(slots for _, slots in self._up()) >= self.room()
 
     def room(self) -> int:
@@ -442,8 +442,8 @@ class Job:
     def device_failed(self, member: Member, failure: Failure, *, certain: bool) -> bool:
         """Record an error that the device of this member may have caused.
 
-        Returns: True if the error does not count as an error of the script, because a device has certainly failed, or
-        because it may have failed and another device is free to try.
+        Returns: True if the error does not count as an error of the script. Either a device has certainly failed, or
+        the device may have failed and another device is free to try.
         """
         node, slot = member.node_id, member.local_rank
         noted = DeviceFailure(

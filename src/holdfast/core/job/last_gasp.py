@@ -6,7 +6,7 @@ source holds are then missing, and the recovery continues without a save.
 
 Invariants:
 1. Attempts are numbered within a recovery, so no directory is written twice.
-2. A rank whose write failed is no source of a later attempt of the same recovery.
+2. A rank whose write failed is not a source of a later attempt of the same recovery.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ possible move is prepared at once, during training. Every act that costs the job
 moment at which it can still end before the deadline.
 
 Invariants:
-1. No act that costs work or ranks is done before it has to be, except if the launcher of the node was asked to end
-   (``at_once``).
+1. An act that costs work or ranks is done as late as possible. The exception is a node whose launcher was asked to
+   end (``at_once``).
 2. The job is saved and ended only if the remaining nodes cannot hold it or its state, and a deadline is near.
 """
 

@@ -1,9 +1,9 @@
 """Detection of silent nodes: frequent heartbeats come in, rare events come out.
 
-Theory. Heartbeats are the only frequent messages of the control plane, and this module consumes them. The events that
-come out (a node is suspected or lost) are rare, so the code that handles them may be slow, journaled and replayed. A
-closed connection makes a node suspected at once. Suspicion costs nothing: a successor agent that joins within the
-adoption limit (``adoption_s``) finds its workers undisturbed. Only a *lost* node is a fault.
+Theory. Heartbeats are the only frequent messages of the control plane, and this module consumes them. The resulting
+events (a node is suspected or lost) are rare. So the code that handles them may be slow, and may write and replay a
+journal. A closed connection makes a node suspected at once. Suspicion costs nothing: a successor agent that joins
+within the adoption limit (``adoption_s``) finds its workers undisturbed. Only a *lost* node is a fault.
 
 Invariants:
 1. A node is suspected at most once before it is back or lost. A lost node stays lost until it sends a hello again.

@@ -5,8 +5,8 @@ log: the newest generation and member id ever issued, the seated members, the nu
 record is in the log before the commands that depend on it are sent.
 
 With several nodes each line that a controller writes has a *place*: the pair (term, number). A deposed controller may
-have written lines that no other node has. The first line of a controller names, in its field ``after``, the last line
-that was in the log of its node before. A line of an earlier term after that last line is void: another controller has
+have written lines that no other node has. The first line of a controller has a field ``after``. The field names the
+line before it in the log of this node. A line of an earlier term after the named line is void: another controller has
 decided without it, and the commands of the line may never have been carried out. The lines of a controller that was
 alone have no place. They are void for every leader.
 
@@ -226,7 +226,10 @@ def _verdict(past: ReplayedState, data: Data) -> Changes:
 
 
 def _decided(past: ReplayedState, data: Data) -> Changes:
-    """Return how the record of a decision changes the state, even if the decision has not been carried out yet."""
+    """Return the new values of the fields of the state that the decision in a log record changes.
+
+    A decision counts even if it has not been carried out yet.
+    """
     if data["action"] in STOP_CODE:
         action, reason = cast(Action, data["action"]), str(data["reason"])
         evidence = tuple(_list(data, "evidence"))

@@ -104,7 +104,7 @@ class Member(msgspec.Struct, kw_only=True):
 
     @property
     def stays(self) -> bool:
-        """True if user code of this member raised, but its process keeps the state until it is sent Release."""
+        """True if user code of this member raised, and its process keeps the state until it receives ``Release``."""
         return self.failed is not None and self.failed.stays and not self.may_end
 
 
@@ -255,7 +255,7 @@ class Roster:
         return version if ranks == world_size else NO_VERSION
 
     def recall(self, catalogued: Catalogued, world_size: int) -> None:
-        """Take over layouts that an earlier controller sent, for ranks that have not sent theirs to this controller.
+        """Take over layouts that an earlier controller sent, for ranks without a layout at this controller.
 
         Layouts of another number of ranks are left out: they are from before the job was resized.
         """

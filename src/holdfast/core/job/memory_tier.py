@@ -51,7 +51,7 @@ def kept_by(
 def replayed(
     decided: Decision, members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> bool:
-    """Return True if lost ranks can be replaced at the decided step, and at least one needs its gradient log for that.
+    """Return True if lost ranks can be replaced at the decided step, and at least one only with its gradient log.
 
     A lost rank can be replaced if it has left a kept state of that step, or a gradient log that leads to the step.
     """

@@ -202,7 +202,7 @@ class NodeTracker:
             self._lose(now, member, f"went with its node: {reason}")
 
     def _rejoin(self, now: float) -> None:
-        """Declare each node lost whose agent has not joined this new controller within ``rejoin_s`` seconds."""
+        """Declare as lost each node whose agent has not joined this new controller within ``rejoin_s`` seconds."""
         job = self.job
         if not self.adopting:
             return
@@ -363,7 +363,7 @@ class NodeTracker:
             self.recovery.exited(now, member)
 
     def _follows(self, event: MemberExited) -> bool:
-        """Return True if the member left because of a fault that a recovery is already handling."""
+        """Return True if the member left because of a fault for which a recovery is already in progress."""
         known = self.recovery.phase == "fencing" and bool(self.recovery.faults.all)
         return known and event.code == Exit.RESTART
 
@@ -426,7 +426,7 @@ class NodeTracker:
         return True
 
     def _give_up(self, now: float, member: Member) -> None:
-        """Give up a member that survives SIGKILL, and ask its agent for the status page, which no longer changes."""
+        """Give up a member that survives SIGKILL, and ask its agent for the member's status page."""
         if member.given_up:  # the agent of the member has not answered either
             self._lose(now, member, "does not die; it is given up")
             return

@@ -347,7 +347,7 @@ class Recovery:
             self.bounds.moved(member.member_id)  # the time limit of its transfer begins now
 
     def progress(self, now: float) -> None:
-        """End the current phase if the condition that the phase waits for holds."""
+        """End the current phase if the condition for its end holds."""
         members, living = self.job.roster.members, self.job.roster.living
         have_all = self._rollcall.all
         match self.rules.until:

@@ -30,7 +30,7 @@ class RecoveryPlan(msgspec.Struct, frozen=True):
 
     @property
     def rewind(self) -> int:
-        """The step whose state in memory the survivors go back to; ``STAY``: they stay at the decided step."""
+        """The step whose state in memory the survivors go back to; ``STAY`` if they stay at the decided step."""
         step = self.verdict.memory_step
         return step if self.takes_kept and step != self.decided.step else STAY
 

@@ -196,7 +196,7 @@ class Replacement:
         )
 
     def holds(self, member: Member) -> bool:
-        """Return True if the member is a full member.
+        """Return True if the member holds its state, and is therefore a full member.
 
         A newcomer with an open session holds its state, so this call makes the newcomer a full member.
         """
@@ -215,7 +215,10 @@ class Replacement:
         )
 
     def joined(self, member: Member, message: Joined) -> Settled:
-        """Make a newcomer that holds its state a full member. Return the answer that it would give to a fence."""
+        """Make a newcomer that holds its state a full member.
+
+        Return the answer that the newcomer would give to a fence.
+        """
         self._join(member, message.step)
         return Settled(
             member_id=member.member_id, generation=message.generation, state="ready", step=message.step
@@ -244,7 +247,7 @@ class Replacement:
 
     @property
     def staged(self) -> bool:
-        """True if a replaced member had given a save to its writer process."""
+        """True if a replaced member had passed its share of a save to its writer process before it died."""
         return any(page.staged_step > 0 for page in self._pages.values())
 
     def clear(self) -> None:

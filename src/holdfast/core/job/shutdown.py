@@ -161,7 +161,7 @@ class Shutdown:
             job.send(member, ExitOrder(member_id=who, generation=job.generation, source=job.exit_source))
 
     def is_expected(self, member: Member, exited: MemberExited) -> bool:
-        """Return True if the exit of this process is no fault."""
+        """Return True if the exit of this process is not a fault."""
         job, over = self.job, exited.detail == Phase.LEFT.name.lower()  # over: its script had ended
         if self.stopping is not None or (job.released and (over or not job.repeats)):
             return True

@@ -44,7 +44,7 @@ class Survey:
         self.gasp = gasp
 
     def reports(self, answers: Mapping[int, Settled]) -> list[RankReport]:
-        """Return the state and step of each rank of the old generation, except ranks of which nothing is known.
+        """Return the state and step of each rank of the old generation. Ranks without any known state are left out.
 
         Args:
             answers: the answers to the newest fence, by rank.
@@ -158,7 +158,10 @@ class Survey:
         return step if step >= job.sealed_step else NONE
 
     def _unmatched(self, answers: Mapping[int, Settled]) -> Failure | None:
-        """Return the proof that a replacement makes other collectives between two steps; None without a proof."""
+        """Return the proof that a replacement makes other collectives between two steps than another rank.
+
+        The result is None if there is no proof.
+        """
         found = []
         for member in self.job.roster.members:
             answer = answers.get(member.rank) if member.alive else member.exited
@@ -212,9 +215,9 @@ CAUSE_OF: dict[FaultKind, str] = {
 def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
     """Return the failures that caused this recovery, without repetitions of the same failure on other ranks.
 
-    These are the failures of dead ranks. If no rank died, all failures count. Two kinds do not count: exceptions that a
-    lost peer causes, and (if a rank died) members that left because of the fence. An error that the user has to fix is
-    first in the result, even if a rank died: every start would raise it again.
+    These are the failures of dead ranks. If no rank died, all failures count. Two kinds do not count: exceptions
+    caused by a lost peer and, if a rank died, members that left because of the fence. An error that the user has to
+    fix is first in the result, even if a rank died: every start would raise it again.
     """
     found = [f for f in faults if "planned" not in f.passed]
     wrong = [f for f in found if f.failure and f.failure.user_error]

@@ -1,4 +1,4 @@
-"""Spares: processes of one node that were built beforehand, and become ranks when ranks are lost.
+"""Spares: processes of one node that were built in advance, and become ranks when ranks are lost.
 
 Theory. A spare makes the start of a newcomer fast. Only the agent of its node knows the spare. To the controller, a
 spare that was called is an ordinary newcomer that starts fast. Before the call a spare belongs to no generation. Its
@@ -6,14 +6,15 @@ member id is below zero: no other process has it, and no message to the controll
 
 A script may ask for its rank before it opens its session. With fewer spares than workers a spare must fit every rank.
 So it waits where its script first asks for the rank (``held``). If the script does not ask, the spare is built up to
-its first step (``ready``). With as many spares as workers each spare is built as one rank, and becomes ready even if
-its script asks. The memory of a device belongs to the rank that trains on it, so any spare is held before its first use
-of a device.
+its first step (``ready``). If there are as many spares as workers, each spare is built for one rank. It becomes ready
+even if its script asks for the rank. The memory of a device belongs to the rank that trains on it. So every spare is
+held before its first use of a device.
 
 The shell in this module is the code of the agent process that starts and signals processes.
 
 Invariants:
-1. A spare is no member: none of its messages leaves the node, it is in no roster, votes in no step and serves no state.
+1. A spare is not a member: none of its messages leaves the node, it is in no roster, votes in no step and serves no
+   state.
 2. A spare is called once, for one seat.
 3. Spares are built only while every worker of the node trains, never during a recovery.
 """

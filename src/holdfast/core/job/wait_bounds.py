@@ -1,11 +1,11 @@
 """Time limits of a recovery for a process that makes no progress.
 
 Theory. Each phase waits for members: for an answer to a fence, for digests, an offer of state, a join, a share of a
-save. The time for that grows with the state, which may be hundreds of gigabytes. A wait that ends too early kills the
-only holder of a part of the state. So the first time limit includes the time in which a slow node moves the state of
-one rank. A member that has made progress in that time gets the time limit again. Progress is a message of the member,
-or bytes that its agent saw move (``Active``). Only a member without progress in a whole time limit is killed. A stopped
-process makes no progress and is not waited for.
+save. The time of such a wait grows with the size of the state, which may be hundreds of gigabytes. A wait that ends
+too early kills the only holder of a part of the state. So the first time limit includes the time in which a slow node
+moves the state of one rank. A member that has made progress in that time gets the time limit again. Progress is a
+message of the member, or bytes that its agent saw move (``Active``). Only a member without progress in a whole time
+limit is killed. A stopped process makes no progress and is not waited for.
 
 Invariants:
 1. A member that has made progress since its time limit began is not killed at the end of the time limit. The return of
@@ -98,7 +98,9 @@ class Bounds:
         self._stopped[event.node_id] = frozenset(event.stopped)
 
     def over(self, wait: str, awaited: Sequence[Member], held_up: Collection[MemberId]) -> None:
-        """Handle the end of a time limit: kill the members without progress in it, and start it again for the others.
+        """Handle the end of a time limit: kill the members without progress since it began.
+
+        Start the limit again for the others.
 
         Args:
             wait: name of the time limit.

@@ -26,7 +26,7 @@ class Stalled(Message, frozen=True):
 
 
 class Late(Message, frozen=True):
-    """Report that a process makes no progress for too long before its first step, while the other ranks train."""
+    """Report that a process has made no progress for too long before its first step, while the other ranks train."""
 
     member_id: MemberId
     node_id: NodeId
@@ -87,7 +87,7 @@ class DeviceSeen(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         group: name of the group.
         given: the newest collective that the host has launched on the device.
-        begun: the newest collective that is known to have begun on the device; equal to ``ended`` if no begin is
+        begun: the newest collective that is known to have begun on the device; equal to ``ended`` if no start is
             recorded.
         ended: all collectives up to this one have ended.
         what: description of the oldest collective that has not ended; if all have ended, of the newest.

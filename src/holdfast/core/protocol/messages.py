@@ -151,7 +151,7 @@ class Settled(Message, frozen=True):
 
 
 class SaveReported(Message, frozen=True):
-    """Report that the share of a checkpoint that this rank writes is durable, or why it is not (``error``)."""
+    """Report that this rank's share of a checkpoint is durable, or why it is not (``error``)."""
 
     member_id: MemberId
     generation: Generation
@@ -223,7 +223,7 @@ class ExitAsked(Message, frozen=True):
 
 
 class OnceAsked(Message, frozen=True):
-    """Request for the value that a rank keeps under ``name`` (``holdfast.once``), or proposal of that value."""
+    """Request for the value that a rank keeps under ``name`` (``holdfast.once``), or a proposal for this value."""
 
     member_id: MemberId
     name: str
@@ -436,7 +436,7 @@ class Mirror(Message, frozen=True):
 
 
 class Rolled(Message, frozen=True):
-    """The nodes that have joined and that the controller has not lost, for the elections of the agents."""
+    """The nodes that have joined and are not lost, as the controller sends them for the elections of the agents."""
 
     up: tuple[NodeId, ...]
 

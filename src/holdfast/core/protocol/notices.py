@@ -78,7 +78,7 @@ class SeatsPrepared(Message, frozen=True):
 
 
 class HoldOrder(Message, frozen=True):
-    """Order to one worker: request in its next vote that all ranks stop after that step, for a change of seats."""
+    """Order to one worker: in the next vote, request that all ranks stop after that step for a change of seats."""
 
     member_id: MemberId
     generation: Generation
@@ -128,7 +128,7 @@ class Notices:
         return True
 
     def over(self, order: NoticeOver) -> None:
-        """Remove the notices that ``order`` declares over, so that they are not sent again."""
+        """Remove the notices that have ended according to ``order``, so that they are not sent again."""
         for node_id, source in list(self._standing):
             if node_id == order.node_id and order.source in ("", source):
                 del self._standing[node_id, source]

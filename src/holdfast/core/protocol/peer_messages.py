@@ -63,7 +63,7 @@ class PeerList(Message, frozen=True):
     """The list of all agents that the sender knows, and the names of its jobs. It is sent again after each change.
 
     ``job``: the job that the sender belongs to. ``near``: the job that a connected agent belongs to. An empty name
-        means no job.
+    means no job.
     """
 
     job: str
@@ -213,7 +213,10 @@ class PeerHere(Message, frozen=True):
 
 
 class WitnessReply(Message, frozen=True):
-    """Answer of the witness: the voters that it has recorded for change ``number``; empty if it cannot be reached."""
+    """Answer of the witness: the voters that it has recorded for change ``number``.
+
+    Empty if the witness cannot be reached.
+    """
 
     number: int
     voters: tuple[NodeId, ...]

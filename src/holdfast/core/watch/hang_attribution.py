@@ -134,7 +134,7 @@ def _state(one: RankEvidence, what: str) -> str:
 
 
 def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Return a verdict against ranks that left their loop at a step while others run its block or a later one."""
+    """Return a verdict against ranks that left their loop while others run the block of the same or a later step."""
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
     if not left or 2 * len(left) > len(left) + len(inside):

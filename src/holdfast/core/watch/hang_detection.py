@@ -12,8 +12,8 @@ A process that exceeds a time limit of a recovery is killed for this reason (``J
 evidence about the process, which is logged as for every other hang.
 
 Invariants:
-1. No process is killed for lack of progress before evidence that names it is in the log. A process that is killed
-   because it did not answer is inspected first, and that evidence is logged before its death.
+1. No process is killed for lack of progress before evidence that names it is in the log. If a process is killed
+   because it did not answer, evidence about it is collected first, and logged before its death.
 2. During a recovery only newcomers are judged here: the recovery has timers for all members.
 """
 

@@ -45,9 +45,8 @@ class RecomputationVerdict(NamedTuple):
     Attributes:
         outcome: ``agree``: all compared results are equal. ``ask``: two results differ, and a third one is missing.
             ``wrong``: ``ranks`` compute wrong gradients. ``unlike``: the runs of the blocks of ``ranks`` had different
-                batches on different ranks.
-            ``unclear``: the batches of ``ranks`` give different gradients, and no two ranks agree. ``nothing``: no
-            results were compared.
+            batches on different ranks. ``unclear``: the batches of ``ranks`` give different gradients, and no two ranks
+            agree. ``nothing``: no results were compared.
         ranks: the ranks that the outcome is about, as numbers of copies.
     """
 

@@ -1,19 +1,20 @@
 """Detection of workers without progress, with time limits learned from how long progress usually takes.
 
 Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in the
-vote of each step, so when one rank stops for good, soon all ranks stop. A node is *stalled* when each of its workers
+vote of each step, so when one rank stops forever, soon all ranks stop. A node is *stalled* when each of its workers
 has made no progress for longer than that worker's time limit. A rank that waits for a slow rank exceeds its own limit
 early. That is harmless, because the limit of the slow rank counts. Which rank is to blame is decided later
 (``core/watch/hang_attribution.py``).
 
-Time limits (bounds) come from robust statistics: a factor times the median of the recent steps, at least a floor, and
-at least a multiple of the longest pause in the same phase after which a worker moved again. Before there are samples,
-the limits are generous. Outside of steps they are also generous: the script announces sections by name, and their
-limits are learned by name. A script without a session shows only its collectives. A collective in progress has a limit
-learned from the time between collectives; other code of such a script has a generous limit.
+Time limits (bounds) come from robust statistics. A limit is a factor times the median of the recent steps. It has a
+fixed minimum, and is at least a multiple of the longest pause in the same phase after which a worker moved again.
+Before there are samples, the limits are generous. Outside of steps they are also generous: the script announces
+sections by name, and their limits are learned by name. A script without a session shows only its collectives. A
+collective in progress has a limit learned from the time between collectives; other code of such a script has a
+generous limit.
 
-A process that starts while the other ranks train (a newcomer, a spare) is judged alone. It is *late* when it has made
-no progress for many times as long as the start of other processes took, or when it is stopped.
+A process that starts while the other ranks train (a newcomer, a spare) is judged alone. It is *late* when it is
+stopped, or when it has made no progress for many times the duration of other starts.
 
 Invariants:
 1. A stall is reported once, and withdrawn once when any worker moves.
@@ -190,7 +191,7 @@ class Progress:
         return _WorkerWatch(reading)
 
     def stalls(self) -> list[Stall]:
-        """Return the time without progress and the time limit of every worker that is no spare, by member id."""
+        """Return the time without progress and the time limit of every worker that is not a spare, by member id."""
         return [
             Stall(
                 member_id,
@@ -307,9 +308,10 @@ class Progress:
         )
 
     def _parted(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers that wait for a rank which has left its loop, and that rank; empty without such a rank.
+        """Return the workers that wait for a rank that has left its loop, and this rank.
 
-        Such a rank never enters the block of the others, so these workers get no more time than a usual step takes.
+        The result is empty if no rank has left its loop. Such a rank never enters the block of the others, so these
+        workers get no more time than a usual step takes.
         """
         left = [w.last.step for w in self._watches.values() if w.last.left]
         if not left or not any(w.last.phase in IN_STEP and w.last.step >= min(left) for w in holding):
@@ -317,9 +319,10 @@ class Progress:
         return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
 
     def _unmatched(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Return the workers in a block, with those that made more collectives before it; empty if none made more.
+        """Return the workers that wait in a collective which other workers leave out, and those other workers.
 
-        No rank makes the rest of these collectives, so these workers get no more time than a usual step takes.
+        The other workers are already in the next block, and so made fewer collectives before it. The result is empty
+        if no worker made more. All these workers get no more time than a usual step takes.
         """
         final = [w for w in holding if w.last.phase in IN_STEP]
         more = [

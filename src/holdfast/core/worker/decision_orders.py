@@ -97,7 +97,7 @@ class LookAtWeights(Command, frozen=True):
 
 
 class WarnOfScript(Command, frozen=True):
-    """Command to warn that code after the block of ``step`` ran too long, and is not waited for any longer."""
+    """Command to warn that code after the block of ``step`` has run too long. The rank no longer waits for it."""
 
     step: int
     waited_s: float

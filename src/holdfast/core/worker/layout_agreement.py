@@ -1,8 +1,8 @@
 """The agreement of all ranks on their layouts, as seen by one rank: the published layouts and their versions.
 
 Theory. The layouts of all ranks at one moment decide which rank writes which part of a checkpoint. But layouts change
-on each rank separately: a tensor joins the state of one rank some steps before it joins that of another, and a newcomer
-lacks tensors that the survivors have. So the ranks need a common name for a moment. The name is a vote, because all
+on each rank separately: a tensor joins the state of one rank some steps before the state of another rank, and a
+newcomer lacks tensors of the survivors. So the ranks need a common name for a moment. The name is a vote, because all
 ranks of a generation count its votes alike. A layout *version* is the name of a vote.
 
 A rank sets ``moved`` in its ballot when its layout differs from the one it published under its version. If any rank set

@@ -16,7 +16,7 @@ shows the three tables, and a test compares them.
 The state machine is not thread-safe: main thread, client thread and task thread share it under the lock of its owner.
 
 Invariants:
-1. The script has one position before a block, another one in the block, and another one after the block.
+1. The script has three different positions: before a block, in the block, and after the block.
 2. A survivor gives its present state in three cases only: the script waits at its block, the block was aborted, or
    another library drives the loop. Otherwise it gives the state of the last boundary between two steps.
 3. A recovery waits for the script only in a position in which the script may change the state.
@@ -192,9 +192,9 @@ class PositionRules(NamedTuple):
     """The rules of recovery for one position of the script.
 
     Attributes:
-        awaited: the code of the script that a recovery may wait for, because the state is complete only after it: code
-            before the block (``step``), after the block (``block``) or after the loop (``loop``). Until that code ends,
-            the model may hold other weights. Empty: a recovery waits for nothing.
+        awaited: the code of the script that a recovery may wait for, because the state is complete only after it:
+            code before the block (``step``), after the block (``block``) or after the loop (``loop``). Until that
+            code ends, the model may hold other weights. Empty if a recovery waits for nothing.
         gives: the state that a survivor gives: the present one (``now``), or that of the last boundary between two
             steps (``boundary``).
         can_rewind: the loop can take the script back to an earlier step, if the loop allows it.
@@ -225,7 +225,7 @@ NO_REWIND = -1
 
 
 def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
-    """Return True if the script runs code that belongs to the state, and is expected back at its next step."""
+    """Return True if a recovery may wait for the code that the script runs, and its next step can be expected."""
     awaited = RULES[position].awaited
     if attendance in (A.EXPECTED, A.STEPS_IN_SECTION):
         return awaited != ""
@@ -381,7 +381,7 @@ class ScriptMachine:
 
     @property
     def unfinished(self) -> bool:
-        """True if the loop that opened last has not reached its end, whether or not the script is still in it."""
+        """True if the newest loop has not reached its end. The script may have left this loop already."""
         return self._unfinished
 
     @property
@@ -406,20 +406,20 @@ class ScriptMachine:
 
     @property
     def repeats(self) -> bool:
-        """True if the script runs code before a block that it has already run before the same block."""
+        """True if the script now repeats code before a block: it has already run this code before the same block."""
         return self._again and self._position is P.BEFORE_BLOCK
 
     @property
     def may_hold_other_weights(self) -> bool:
-        """True if the script runs code outside of the block, and may have replaced the model's weights for a while."""
+        """True if the script runs code outside of the block, which may temporarily replace the model's weights."""
         return self._rules.awaited != ""
 
     def awaits(self, *, replaces: bool) -> bool:
         """Return True if the state cannot be given or saved before the script has returned to the session.
 
         Args:
-            replaces: the state goes to replacements. If False, all ranks start again before the block, and code before
-                the block is not a part of the state.
+            replaces: the state goes to replacements. If False, all ranks start again before the block. They then run
+                the code before the block again, so the state need not include the effects of this code.
         """
         if self._rules.awaited == "step" and (not replaces or self._by_framework):
             return False

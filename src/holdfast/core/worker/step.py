@@ -237,7 +237,7 @@ class StepMachine:
 
         Returns:
             ``apply``: IN_DOUBT -> UPDATING; the caller runs the update and ends the block. ``discard``: IN_DOUBT ->
-                ABORTED. ``stay``: the state has not changed.
+            ABORTED. ``stay``: the state has not changed.
 
         Raises:
             InternalError: the decision contradicts the state of this rank.

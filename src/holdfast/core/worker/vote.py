@@ -19,8 +19,8 @@ Invariants:
    step.
 2. No sum that is compared can overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits. The
    word of the digests wraps on purpose.
-3. A vote that finds copies unequal, or a replacement that is about to make other updates, has not passed. Copies that
-   an earlier update of a replacement has made unequal are an exception: all ranks raise an error after the vote.
+3. A vote does not pass if copies are unequal, or if a replacement is about to make other updates. Copies that an
+   earlier update of a replacement has made unequal are an exception: all ranks raise an error after the vote.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VECTOR_LENGTH = len(FIELDS)
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
-    """The ballot of one rank in the vote of ``step`` or, with ``between``, in a vote just before that step."""
+    """The ballot of one rank in the vote of ``step``. With ``between``, it is for a vote just before that step."""
 
     step: int
     unsound: bool = False  # a collective of this rank broke: its gradients must not be used

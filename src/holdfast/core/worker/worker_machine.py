@@ -85,7 +85,7 @@ class ServingEnded(Message, frozen=True):
 
 
 class WaitReached(Message, frozen=True):
-    """Report of the shell that the script waits for the job to continue, and that an order to continue has arrived."""
+    """Report of the shell: the script waits for the job to continue, and an order to continue has arrived."""
 
 
 class StateRestored(Message, frozen=True):
@@ -246,7 +246,7 @@ class WorkerMachine:
         return self._resume is not None or self._settled_in == self._steps.fenced
 
     def stand_at_turn(self, turns: int) -> None:
-        """Record the number of finished epochs and phases in the state that this rank has loaded."""
+        """Record the number of epochs and phases that are finished, as the loaded state says."""
         self._turns = turns
 
     def pass_turn(self) -> bool:
@@ -264,7 +264,7 @@ class WorkerMachine:
 
     @property
     def reached(self) -> bool:
-        """True if this rank, and so every rank, has committed a step in the generation in which it continues."""
+        """True if this rank, and therefore every rank, has committed a step in the present generation."""
         return self._reached
 
     def reaches(self) -> bool:

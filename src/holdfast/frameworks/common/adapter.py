@@ -26,7 +26,7 @@ class Aborted(BaseException):
 
 
 class Unsevered(GroupError):
-    """The error of a process that hangs in a broken collective for good. Another process must take its seat."""
+    """The error of a process that hangs forever in a broken collective. Another process must take its seat."""
 
 
 class Collected(Protocol):
@@ -189,7 +189,7 @@ class StepAdapter(Protocol):
         """Copy the state that the named optimizer is about to change. Called for an update before the vote."""
 
     def prepare_vote(self) -> None:
-        """Wait for the device, and make values equal on all ranks that must be equal, such as buffers of the model."""
+        """Wait for the device. Make values equal on all ranks if they must be equal, such as buffers of the model."""
 
     def enter_update(self) -> None:
         """Forbid collectives until :meth:`end`. Called when the vote has passed."""
@@ -237,7 +237,7 @@ class GroupAdapter(Protocol):
         """Remove what :meth:`attach` installed."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return whether ``error``, which a session has raised, is an error of this framework about a lost peer."""
+        """Return whether ``error``, raised inside a session, is an error of this framework about a lost peer."""
 
     def vote(self, vector: list[int]) -> list[int]:
         """Return the sum of the int64 ``vector`` over all ranks. Raises: PeerLost."""

@@ -1,4 +1,4 @@
-"""Copies of a batch's containers, so that a block that changes a container does not change the next copy.
+"""Copies of a batch's containers. A block that changes a container of one copy does not change the next copy.
 
 Theory. A batch is a tree. Its inner nodes are containers: dict, list, tuple, named tuple, dataclass, any mutable
 mapping, subclasses of these, and small objects that consist of their attributes (DETR's ``NestedTensor``, the
@@ -44,8 +44,8 @@ def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) ->
     """Return a copy of ``value`` with new containers. A container in which nothing can change is not copied.
 
     Args:
-        leaf: called for every object that is no container, with the object and its place (the path to the object in
-            the batch). It returns the object that replaces this one in the copy.
+        leaf: called for every object that is not a container, with the object and its place (the path to the object
+            in the batch). It returns the object that replaces this one in the copy.
         place: indices that lead from the root of the batch to ``value``.
     """
     if is_constant(value):
@@ -88,8 +88,9 @@ class _Plain:
 def _consists_of_attributes(kind: type) -> bool:
     """Return whether an object of this class is copied by its attributes alone, without code of the class.
 
-    A class that says how it is copied has more than attributes. Objects of classes in C, and those with slots, are
-    larger. ``__getattr__`` and ``__setattr__`` are not called when the attributes are read and written in ``__dict__``.
+    The result is False for a class that defines how it is copied, for a class in C, and for a class with slots: their
+    objects have data outside of their attributes. ``__getattr__`` and ``__setattr__`` are not called when the
+    attributes are read and written in ``__dict__``.
     """
     own = ("__copy__", "__deepcopy__", "__setstate__", "__del__", "__next__")
     inherited = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__getattribute__")
@@ -102,7 +103,7 @@ def _consists_of_attributes(kind: type) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object that consists of them; empty for other objects."""
+    """Return the attributes of an object that consists of nothing else; empty for other objects."""
     kind: Any = type(value)
     return vars(value) if _consists_of_attributes(kind) else {}
 

@@ -27,7 +27,7 @@ FRAMEWORK = "torch"
 
 
 def arm() -> None:
-    """Install Holdfast's process groups now if torch is loaded, otherwise right after the import of torch.
+    """Install Holdfast's process groups: now if torch is loaded, otherwise right after the import of torch.
 
     A process without other ranks stays unchanged.
     """

@@ -45,7 +45,7 @@ class StandsIn(Protocol):
 
 @runtime_checkable
 class HasGroups(Protocol):
-    """An adapter whose process groups exist before a session opens, so that ranks without an agent can exchange data.
+    """An adapter whose process groups exist before a session opens. Ranks without an agent can exchange data over them.
 
     Attributes:
         own_groups: the framework's process groups are objects of Holdfast.
@@ -56,7 +56,7 @@ class HasGroups(Protocol):
 
 @runtime_checkable
 class TakesParts(Protocol):
-    """An adapter that can run a step as several blocks (parts), so that a rank can do missing ranks' work as well."""
+    """An adapter that can run a step as several blocks (parts). A rank can then also do the work of missing ranks."""
 
     def share(self, part: int, parts: int) -> None:
         """Prepare the next block, which is number ``part`` of the ``parts`` blocks of its step. The first number is 0.
@@ -112,7 +112,7 @@ class BeginsEqual(Protocol):
     """An adapter that makes the initial states of the ranks of a new job equal, or proves that they are equal."""
 
     def begin_equal(self) -> None:
-        """Make the copies of the initial state equal, or prove that they are, if the framework can do so.
+        """Make the copies of the initial state equal, or prove that they are equal, if the framework can do this.
 
         Raises:
             StateError: copies differ, and are not overwritten; the error names the tensor.
@@ -122,17 +122,20 @@ class BeginsEqual(Protocol):
 
 @runtime_checkable
 class SharesRandomNumbers(Protocol):
-    """An adapter whose ranks draw the same random numbers if their generators were equal before the job."""
+    """An adapter that lets ranks draw the same random numbers if their generators were equal when the job began."""
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of all copies of the model; None if each copy has separate streams."""
+        """The streams of random numbers of all copies of the model; None if each copy has separate streams."""
 
     def compare_generators(self) -> Streams:
-        """Compare the generators of this rank with those of all ranks. All ranks call it. Raises: PeerLost."""
+        """Compare the random generators of this rank with those of the other ranks. All ranks call it.
+
+        Raises: PeerLost.
+        """
 
     def draw_from(self, streams: Streams | None) -> None:
-        """Draw random numbers from these streams from now on. Set ``streams``."""
+        """Draw random numbers from the given streams from now on. This sets the attribute ``streams``."""
 
 
 @runtime_checkable
@@ -247,20 +250,20 @@ class DescribesUpdates(Protocol):
         """Return whether the state of the session contains ``value``, a tensor or another object of the script."""
 
     def objects(self) -> list[object]:
-        """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
+        """Return the objects in ``state=`` of which the session saves the ``state_dict()``."""
 
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of a tensor on the CPU.
 
-        Return None if ``value`` is no such tensor, or is larger than ``size_bytes_max``.
+        Return None if ``value`` is not such a tensor, or is larger than ``size_bytes_max``.
         """
 
     def digest_of(self, value: object) -> int | None:
-        """Return a digest of the content of ``value`` without tensors of the state. Waits for the device.
+        """Return a digest of the content of ``value``; tensors of the state do not count. Waits for the device.
 
         The digest is equal in all processes with equal contents.
 
-        Return None if ``value`` is no tensor, array, module or plain value, nor a container of them.
+        Return None if ``value`` is not a tensor, array, module or plain value, nor a container of them.
         """
 
 
@@ -300,9 +303,9 @@ class ProvesBlocks(Protocol):
         """Return the likely cause of the difference between two runs of a block, in words; empty if none was found."""
 
     def changed(self) -> Sequence[str]:
-        """Return the numbers in attributes of the model that the last two suspected runs have found different.
+        """Return the numbers in attributes of the model that differed between the last two suspected runs.
 
-        Each as a text, with both values.
+        Each number is a text with both values.
         """
 
 
@@ -311,14 +314,16 @@ class AgreesOnSums(Protocol):
     """An adapter in which the order of the sums over the ranks depends on the earlier blocks of a process."""
 
     def excuse(self) -> bool:
-        """Make no further rehearsal for now, because an exception of the script has left this one.
+        """Make no further rehearsal for now, because an exception of the script has left this rehearsal.
 
         Returns:
             False if this process cannot train without a rehearsal.
         """
 
     def agree(self) -> None:
-        """Make the order of the sums equal on all ranks, if that is due. All ranks call it before a block with peers.
+        """Make the order in which gradients are summed equal on all ranks, if it may differ.
+
+        All ranks call this method before a block with peers.
 
         Raises:
             PeerLost: a rank is lost.
@@ -340,8 +345,8 @@ class Finder(Protocol):
 
         Args:
             variables: the script's variables by name.
-            renewed: variables and attributes of the script whose container each step replaces by one that follows from
-                it. Other containers that are replaced are scratch.
+            renewed: variables and attributes of the script whose container each step replaces by a new one, computed
+                from the old one. Other containers that are replaced hold only temporary values.
         """
 
     def moved(self) -> Sequence[str]:
@@ -394,9 +399,9 @@ class MarksTensors(Protocol):
     """An adapter that can detect whether a block has written into a tensor of its batch."""
 
     def mark(self, item: Any) -> object:
-        """Return a mark of tensor ``item``, which differs from a later mark if the tensor was written in between.
+        """Return a mark of tensor ``item``. A later mark differs from it if the tensor was written in between.
 
-        Return None if ``item`` is no tensor.
+        Return None if ``item`` is not a tensor.
         """
 
     def duplicate(self, tensor: Any) -> Any:
@@ -429,7 +434,7 @@ class DigestsBatches(Protocol):
     def digest_batch(self, batch: Any) -> int:
         """Return a 64-bit digest of a batch. Equal batches have equal digests in all processes.
 
-        0: the content of the batch is not known.
+        The digest is 0 if the content of the batch is not known.
         """
 
 

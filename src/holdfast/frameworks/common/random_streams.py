@@ -1,10 +1,10 @@
 """The ranks that draw the same random numbers.
 
 Theory. In a script without a session, two ranks draw the same numbers exactly if their generators were in the same
-state before. Scripts depend on this. Ranks that hold parts of one copy of the model need the same order of the data and
-the same dropout masks. Ranks that take slices of one batch need the same batch. A session seeds all generators at each
-step, so it must keep this relation, and the wrappers of a model do not always show it. So when the session of a new job
-opens, the ranks compare the states of their generators. The result is part of the state of the job, because a
+state before. Scripts depend on this. Ranks that hold parts of one copy of the model need the same order of the data
+and the same dropout masks. Ranks that take slices of one batch need the same batch. A session seeds all generators at
+each step, so it must keep this relation, and the wrappers of a model do not always show it. So when the session of a
+new job opens, the ranks compare the states of their generators. The result is part of the state of the job. A
 replacement has no ranks to compare with, and a process that resumes may have drawn other numbers before.
 
 The result is a :class:`Streams`, which gives each copy of the model the number of a stream for each generator:

@@ -54,5 +54,5 @@ def _fill_array(current: Any, value: Any) -> bool:
 
 
 def has_state(item: Any) -> bool:
-    """Return True if the object has methods ``state_dict`` and ``load_state_dict``, as torch's objects have."""
+    """Return True if the object has the methods ``state_dict`` and ``load_state_dict``, like objects of torch."""
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))

@@ -47,7 +47,10 @@ class InOrder(NamedTuple):
 
 
 def no_leaf(value: Any, path: str) -> Plain:
-    """Return None: ``value`` is no tensor. Give this function to :func:`split` as ``leaf`` if a tree has no tensors."""
+    """Return None: ``value`` is not a tensor.
+
+    Give this function to :func:`split` as ``leaf`` if a tree has no tensors.
+    """
     return None
 
 

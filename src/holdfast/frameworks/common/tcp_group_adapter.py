@@ -131,11 +131,11 @@ class TcpGroupAdapter(Generic[Kept]):
         return (self._seed * SEED_PRIME + stream) * SEED_PRIME + step
 
     def draw_from(self, streams: Streams | None) -> None:
-        """Draw random numbers from these streams from now on (``SharesRandomNumbers``)."""
+        """Draw random numbers from the given streams from now on (``SharesRandomNumbers``)."""
         self.streams = streams
 
     def compare_generators(self) -> Streams:
-        """Compare the generators with those of all ranks (``SharesRandomNumbers``). Raises: PeerLost."""
+        """Compare the random generators with those of the other ranks (``SharesRandomNumbers``). Raises: PeerLost."""
         states = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),
@@ -158,7 +158,7 @@ class TcpGroupAdapter(Generic[Kept]):
             self.remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates and the user's own state, which the script may change before the block of ``step``."""
+        """Copy learning rates and the user's own state. The script may change them before the block of ``step``."""
         self.state.take_before(step)
 
     def vote(self, vector: list[int]) -> list[int]:

@@ -3,7 +3,7 @@
 Theory. An entry is a tree of plain values, NumPy arrays and tensors of the framework (parameters, variables), or an
 object with ``state_dict`` and ``load_state_dict``. Arrays and tensors are saved as tensors of the job, named by their
 key path. All other values are saved as plain values. The script may change its state at any time. So copies are made
-when the script is given a step, before its block, and again when the block begins. A restored value is written into the
+twice: when the script is given a step, and when the block of this step begins. A restored value is written into the
 object that the script holds.
 
 Invariants:

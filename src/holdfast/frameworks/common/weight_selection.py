@@ -77,7 +77,7 @@ def _add_values(values: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def is_sessions(values: Mapping[str, Plain]) -> bool:
-    """Return True if a session wrote these values, so that they name every tensor that does not belong to the model."""
+    """Return True if a session wrote these values. Such values name every tensor that does not belong to the model."""
     return all(isinstance(values.get(key), dict) for key in ("aliases", "optimizers", "schedulers", "state"))
 
 

@@ -1,12 +1,12 @@
 """The position of the job in a MindSpore pipeline, which survives a restart.
 
-Theory. A pipeline draws its shuffles and augmentations from generators that MindSpore seeds when an iterator is made,
-and that continue from epoch to epoch. The state of these generators cannot be saved. So each epoch gets a new iterator,
-seeded from (the script's seed, the session's seed, the epoch). A position in the middle of an epoch is reached by
-drawing from the epoch's start. The following batches then do not depend on earlier draws of this process. The seed is
-the same on all ranks, because a shuffle deals its samples to all of them. Python functions that draw from the global
-generators in a thread of this process race with the training. Such functions are detected when the first batch of an
-epoch was drawn, and refused.
+Theory. A pipeline draws its shuffles and augmentations from random generators. MindSpore seeds them when an iterator
+is made, and they continue from epoch to epoch. The state of these generators cannot be saved. So each epoch gets a
+new iterator, seeded from (the script's seed, the session's seed, the epoch). A position in the middle of an epoch is
+reached by drawing from the epoch's start. The following batches then do not depend on earlier draws of this process.
+The seed is the same on all ranks, because a shuffle deals its samples to all of them. Python functions that draw from
+the global generators in a thread of this process race with the training. Such functions are detected when the first
+batch of an epoch was drawn, and refused.
 
 Sampler and batch deal sample i of an epoch to shard i modulo the number of shards. A position is therefore also a
 number of samples of the job. A job with another number of ranks or another batch size can continue after that number of
@@ -100,7 +100,7 @@ class DataFeed:
         busy: called with True while an epoch is drawn again up to the position, and with False afterwards.
 
     Raises:
-        UsageError: the loader is no dataset of MindSpore.
+        UsageError: the loader is not a dataset of MindSpore.
         UnsupportedError: the random numbers of its augmentations depend on time.
         EmptyLoaderError: the dataset yields no batch.
     """

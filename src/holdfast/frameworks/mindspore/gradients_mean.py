@@ -30,7 +30,7 @@ _setters[NAME] = _watched(_setters[NAME])
 
 
 def mean_of_gradients(*, native: bool) -> bool:
-    """Return True if gradients are averaged over the ranks that hold the same box, False if they are only summed.
+    """Return True if gradients are averaged over the ranks with the same box, False if they are only summed.
 
     ``native``: MindSpore's own AllReduce sums them.
     """

@@ -188,7 +188,7 @@ def session_name(name: str, names: Collection[str]) -> str:
 
 
 def slot_of(name: str) -> str:
-    """Return the name of the weight to which the optimizer slot ``name`` belongs; empty if ``name`` is no slot."""
+    """Return the name of the weight to which the optimizer slot ``name`` belongs; empty if ``name`` is not a slot."""
     kind, _, weight = name.partition(".")
     return weight if kind in SLOTS else ""
 

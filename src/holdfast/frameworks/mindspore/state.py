@@ -306,7 +306,7 @@ class MindSporeTensors:
     def fill(self, current: Any, value: Any) -> bool:
         """Copy ``value`` into the parameter ``current``.
 
-        Return False if ``current`` is no parameter of the same form.
+        Return False if ``current`` is not a parameter of the same form.
         """
         if not isinstance(current, ms.Parameter) or not isinstance(value, ms.Tensor):
             return False

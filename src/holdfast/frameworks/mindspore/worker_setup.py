@@ -76,8 +76,8 @@ def _leave_unannounced() -> None:
     """Make this process end without a message to MindSpore's scheduler, which ends with rank 0 in any case.
 
     Otherwise MindSpore unregisters the process at its end, and deletes the connection as soon as the answer has come.
-        MindSpore's receiving thread may still read from this connection. The process then ends with signal 11. In a
-        process that MindSpore takes for failed, MindSpore itself sends no such message.
+    MindSpore's receiving thread may still read from this connection. The process then ends with signal 11. In a
+    process that MindSpore takes for failed, MindSpore itself sends no such message.
     """
     core = importlib.import_module("mindspore._c_expression")
     atexit.register(core.set_cluster_exit_with_exception)  # runs before MindSpore's own exit handler

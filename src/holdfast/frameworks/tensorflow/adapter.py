@@ -109,7 +109,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         """Return the feed that draws batches of a ``tf.data.Dataset``, which the script has not distributed.
 
         Raises:
-            UsageError: ``loader`` is no dataset.
+            UsageError: ``loader`` is not a dataset.
         """
         if self._strategy is None:
             return DatasetFeed(loader, lambda dataset: dataset, self._traces)

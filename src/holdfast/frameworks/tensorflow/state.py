@@ -225,7 +225,10 @@ class TensorFlowTensors:
         return tf.constant(array)
 
     def fill(self, current: Any, value: Any) -> bool:
-        """Copy ``value`` into the variable ``current``. Return False if ``current`` is no variable of the same form."""
+        """Copy ``value`` into the variable ``current``.
+
+        Return False if ``current`` is not a variable of the same form.
+        """
         if not (isinstance(current, tf.Variable) or _is_keras(current)) or not isinstance(value, tf.Tensor):
             return False
         if tuple(current.shape) != tuple(value.shape) or tf.as_dtype(current.dtype) != value.dtype:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import parent_process
 from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -140,10 +141,12 @@ class TorchAdapter:
         self._ours = {id(p) for p in self.state.names.parameters.values()}
         self._buffers = {slot.fqn for slot in self.state.names.buffers}
         self.tentative = tentative(optimizers, self.rank)
-        self._foreign = {
-            id(local_part(o)): False for o in optimizers.values()
-        }  # id of an optimizer outside of the session -> True if it updates the model's weights; a local part (ZeRO)
-        # steps only inside a known optimizer
+        # Optimizers outside of the session: True for one that updates the model's weights. A local part (ZeRO) steps
+        # only inside a known optimizer. A new optimizer may have the ``id()`` of a deleted one.
+        self._foreign: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        for inner in map(local_part, optimizers.values()):
+            if inner is not None:
+                self._foreign[inner] = False
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
         self._backward_seen: set[int] = set()  # numbers of the modules whose backward pass has begun
@@ -171,17 +174,17 @@ class TorchAdapter:
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of random numbers of all copies (``SharesRandomNumbers``)."""
+        """The streams of random numbers of all copies of the model (``SharesRandomNumbers``)."""
         return self._random.streams
 
     def draw_from(self, streams: Streams | None) -> None:
-        """Draw random numbers from these streams from now on (``SharesRandomNumbers``)."""
+        """Draw random numbers from the given streams from now on (``SharesRandomNumbers``)."""
         self._random.streams = streams
         if self._feed is not None:
             self._feed.become(self._random.draws(self.copy.number))
 
     def compare_generators(self) -> Streams:
-        """Compare the generators with those of all ranks (``SharesRandomNumbers``). Raises: PeerLost."""
+        """Compare the random generators with those of the other ranks (``SharesRandomNumbers``). Raises: PeerLost."""
         digests = generator_digests(self.state.generators)
         known = copies_are_known(self._model)
         return compare_generators(digests, self.rank, self.world_size, self.vote, copies_known=known)
@@ -325,27 +328,27 @@ class TorchAdapter:
         return self.state.declares(value)
 
     def objects(self) -> list[object]:
-        """Return the objects in ``state=`` of which the session keeps what their ``state_dict()`` returns."""
+        """Return the objects in ``state=`` of which the session saves the ``state_dict()``."""
         return self.state.plain_objects()
 
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
-        """Return the content of ``value``, a small tensor on the CPU; None: ``value`` is no such tensor."""
+        """Return the content of ``value``, a small tensor on the CPU; None if ``value`` is not such a tensor."""
         return content_of(value, size_bytes_max)
 
     def digest_of(self, value: object) -> int | None:
-        """Return a digest of a tensor, array, module, plain value, or container, without tensors of the state."""
+        """Return a digest of a tensor, array, module, plain value or container. Tensors of the state do not count."""
         return digest_of_content(value, self.state.addresses())
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
-        """Raise StepError if ``optimizer``, which is not part of the session, would update the model without a vote."""
+        """Raise StepError if ``optimizer`` is not part of the session and would update the model without a vote."""
         if self._updating:  # an optimizer of the session, which has voted, calls this one
             return
-        ours = self._foreign.get(id(optimizer))
+        ours = self._foreign.get(optimizer)
         if ours is None:
             ours = any(id(p) in self._ours for p in parameters_of(optimizer))
             # One that leaves its updates to optimizers of the session changes nothing without their votes.
             ours = ours and not any(id(inner) in self._names for inner in held_by(optimizer).values())
-            self._foreign[id(optimizer)] = ours
+            self._foreign[optimizer] = ours
         if ours:
             raise StepError(
                 f"a {type(optimizer).__name__} that the session does not know updates the model's parameters",
@@ -358,8 +361,9 @@ class TorchAdapter:
         """Return the state now, or with ``frozen`` the state at the start of the current step.
 
         Args:
-            before: number of a step; -1: none. The script's code before the block of that step may change some values.
-                If :meth:`between` or :meth:`remember` copied them before that code, the copies are returned.
+            before: number of a step; -1 if there is no such step. The script's code before the block of that step may
+                change some values. If :meth:`between` or :meth:`remember` copied them before that code, the copies
+                are returned.
         """
         with named_errors("the state cannot be read"):
             while True:
@@ -493,7 +497,8 @@ class TorchAdapter:
     def holds_weights(self) -> bool:
         """Return True if the model still holds the weights that were recorded last (``KnowsWeights``).
 
-        False: the script has put other weights into the model, for example averages for an evaluation.
+        The result is False if the script has put other weights into the model, for example averages for an
+        evaluation.
         """
         return self._sample.is_there()
 
@@ -507,7 +512,7 @@ class TorchAdapter:
         self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
-        """Declare that the step runs as ``parts`` blocks, and that the next block is number ``part``, from 0 on."""
+        """Declare that the step runs as ``parts`` blocks, and that the next block has the number ``part``, from 0."""
         if parts > 1:
             self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
@@ -613,7 +618,7 @@ class TorchAdapter:
         heal_pipelines()
 
     def rehearse(self) -> bool:
-        """Return True if the next step must first run without effect (a rehearsal), so that DDP gets its final buckets.
+        """Return True if the next step first needs a rehearsal, a run without effect that gives DDP its final buckets.
 
         DDP rebuilds its buckets after its first backward passes, and the buckets decide in which order gradients are
         summed. ``bucket_layouts.py`` has the sources of the final buckets. In a rehearsal collectives complete on local
@@ -692,7 +697,7 @@ class TorchAdapter:
         return self._suspicion.cause
 
     def changed(self) -> Sequence[str]:
-        """Return the numbers of modules that the last two suspected runs have found different (``ProvesBlocks``)."""
+        """Return the numbers in attributes of modules that differed between the last two suspected runs."""
         return self._suspicion.changed()
 
     def finder(self) -> UndeclaredTensors:
@@ -700,7 +705,7 @@ class TorchAdapter:
         return UndeclaredTensors(self.state, self._model)
 
     def _end_proof(self) -> None:
-        """Reset DDP's count of backward passes after a run without effect, if DDP had counted no trained step before.
+        """After a run without effect, reset DDP's count of backward passes if DDP had counted no trained step before.
 
         Such a run must not decide the layout of the buckets.
         """

@@ -71,7 +71,7 @@ def failures(feature: Feature) -> list[str]:
 
 
 def probed() -> tuple[int, list[tuple[str, str]]]:
-    """Return the number of names that pass their check on the installed torch, and the names that fail.
+    """Return the number of private names that pass their check on the installed torch, and the failures.
 
     Each failure is a pair: a text with the name, and the feature that needs the name. Names of NCCL count only if this
     build of torch has NCCL.
@@ -250,7 +250,7 @@ def nccl_device(bound: torch.device | None) -> torch.device | None:
     older class.
 
     Args:
-        bound: the device that the default group is bound to; None: the current device of this thread.
+        bound: the device that the default group is bound to. None means the current device of this thread.
     """
     if not hasattr(c10d, "ProcessGroupNCCL2") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
         return None
@@ -308,7 +308,7 @@ def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[
 
 
 def _recorder_size() -> int:
-    """Return the size of torch's flight recorder in entries; 0: it is off.
+    """Return the size of torch's flight recorder in entries; 0 if it is off.
 
     As in torch, ``TORCH_FR_BUFFER_SIZE`` is read, or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` if the first is not set.
     """
@@ -348,9 +348,9 @@ def largest(values: list[torch.Tensor]) -> torch.Tensor:
 def nonfinite_flag(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a scalar on the device of ``values``, dense tensors of one dtype: true if a number is inf or nan.
 
-    It takes a few kernels and no wait for any number of tensors, by the check of ``GradScaler`` with a factor of one.
-    (A norm would take one kernel per tensor.) That check writes each number back unchanged, so torch's write counts are
-    restored.
+    For any number of tensors it takes a few kernels and no wait. It uses the check of ``GradScaler`` with a factor of
+    one. (A norm would take one kernel per tensor.) That check writes each number back unchanged, so torch's write
+    counts are restored.
     """
     real = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in values]
     found, factor = (make((), device=real[0].device) for make in (torch.zeros, torch.ones))
@@ -444,11 +444,11 @@ def rebuild_buckets(ddp: DistributedDataParallel, layout: Buckets | None = None)
     """Set the final layout of DDP's buckets now, without a collective.
 
     Args:
-        layout: the new layout; empty: DDP derives it from the order of its parameters; None: DDP derives it from the
-            order in which it has recorded the gradients.
+        layout: the new layout. If empty, DDP derives the layout from the order of its parameters. If None, DDP
+            derives it from the order in which it has recorded the gradients.
 
     Returns:
-        The layout that was set; None: DDP has recorded no order.
+        The layout that was set; None if DDP has recorded no order.
 
     Raises:
         RuntimeError: a pass has not ended; or ``layout`` does not fit the parameters, and the buckets are unchanged.
@@ -474,7 +474,7 @@ def rebuild_buckets(ddp: DistributedDataParallel, layout: Buckets | None = None)
 
 
 def logged_buckets(ddp: DistributedDataParallel) -> Buckets | None:
-    """Return the final layout of DDP's buckets from DDP's log; None: it is not there yet.
+    """Return the final layout of DDP's buckets from DDP's log; None if it is not there yet.
 
     The log is written in every pass at first, and later in one of 100 passes.
     """
@@ -513,9 +513,9 @@ def sharded_groups(module: FSDPModule) -> list[Any]:
 def reset_sharded(modules: Sequence[FSDPModule]) -> None:
     """Reset FSDP2 modules to their state after a finished backward pass, with sharded parameters.
 
-    torch's own ``FSDPModule.reset_iter_state`` (2.13) runs first for each root, because it waits for the events of side
-    streams before it drops the memory that they write to. It resets neither the gradients of an aborted backward pass
-    nor modules without a root. The state that the modules of one root share is reset last.
+    torch's own ``FSDPModule.reset_iter_state`` (2.13) runs first for each root. It waits for the events of side
+    streams before it drops the memory to which these streams write. It resets neither the gradients of an aborted
+    backward pass nor modules without a root. The state that the modules of one root share is reset last.
 
     Raises:
         AttributeError: this torch keeps FSDP2's state in an unknown way.

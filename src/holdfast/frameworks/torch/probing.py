@@ -28,7 +28,7 @@ class Use(NamedTuple):
 
     Attributes:
         path: ``module:name`` or ``module:Class.name``; a name in a class may be an attribute of its instances only.
-        purpose: what Holdfast does with the name.
+        purpose: the use of the name in Holdfast.
         feature: the feature that needs the name.
         since, until: first and last version that has the name; without ``until``, the newest version also has it.
         takes: parameters that a function must have at least.

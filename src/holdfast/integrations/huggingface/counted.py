@@ -4,8 +4,8 @@ Theory. TRL's trainers, for example, sum tokens and collect metrics in ``compute
 of a step may run several times. Each run begins with the values from before the first run. A replacement begins with
 the values of the lost rank.
 
-A counted value is an attribute of the Trainer that a training step has changed, and that consists of plain values
-before and after the step: None, numbers and texts, in lists, deques and dicts. Attributes that hold other values, such
+A counted value is an attribute of the Trainer that a training step has changed. Before and after the step it must
+consist of plain values: None, numbers and texts, in lists, deques and dicts. Attributes that hold other values, such
 as tensors, are not restored.
 """
 
@@ -47,7 +47,7 @@ class CountedValues:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note which attributes of the Trainer change in the ``with`` body, also if a fault aborts the body."""
+        """Note which attributes of the Trainer change in the ``with`` body, even if a fault aborts the body."""
         before = self._found()
         try:
             yield

@@ -52,7 +52,7 @@ def _require_no_kept_weights(trainer: Any) -> None:
 
 
 def _require_fresh_completions(trainer: Any) -> None:
-    """Refuse a TRL trainer whose generated completions serve several steps, because no checkpoint has them."""
+    """Refuse a TRL trainer whose generated completions serve several steps, because no checkpoint contains them."""
     args = trainer.args
     uses = getattr(args, "steps_per_generation", None)
     if uses is None or not hasattr(trainer, "_buffered_inputs"):

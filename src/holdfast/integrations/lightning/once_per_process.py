@@ -48,7 +48,7 @@ class Decisions:
         self._asked: Counter[str] = Counter()
 
     def known(self, what: str) -> int | None:
-        """Return the decision about ``what`` of an earlier process; None if no process has made one."""
+        """Return the decision about ``what`` that an earlier process made; None if no process has made one."""
         return self._before.get(what)
 
     def keep(self, what: str, decided: int) -> None:

@@ -142,7 +142,7 @@ def _made(value: Any) -> Any:
 
 
 class PositionedLoader:
-    """The training data of one loader, from the batch that the loops have reached, epoch after epoch.
+    """The training data of one loader, epoch after epoch. It begins at the batch that the loops have reached.
 
     If a trainer has several loaders, each is wrapped in its own object.
     """
@@ -183,7 +183,7 @@ class PositionedLoader:
         return len(self._loop._combined_loader.flattened) == 1
 
     def _skip(self, epoch: int) -> int:
-        """Return the number of batches of this pass over the loader that were trained before."""
+        """Return the number of batches at the start of this pass over the loader that were already trained."""
         ready: int = self._loop.epoch_loop.batch_progress.current.ready
         combined = self._loop._combined_loader
         if self._is_alone() or combined._mode == "min_size":

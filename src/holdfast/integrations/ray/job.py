@@ -100,7 +100,7 @@ def run(
     Raises:
         FrameworkError: Ray is not installed.
         UsageError: an argument cannot work, other processes cannot find the function, or a job of this name runs.
-        NotMet: the cluster did not have the nodes in time; the message says what is missing.
+        NotMet: the cluster did not have the nodes in time; the message names the missing resources.
         JobSaved: the job has saved and ended (code 75). A second call with the same ``name`` continues the job.
         JobError: the training ended with another code than 0.
 

@@ -8,8 +8,8 @@ After a loss that the job cannot survive (no majority, no node in time), its lau
 driver did not request that end. So all launchers are started again as soon as there are enough nodes, and training
 continues at the saved step.
 
-A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is up without a launcher), ``starts``, ``runs``,
-``ended`` (its launcher has ended), or ``out`` (left out for good).
+A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is up without a launcher), ``starts``,
+``runs``, ``ended`` (its launcher has ended), or ``out`` (permanently left out).
 
 Invariants:
 1. A launcher is started only where the actor is known to have none.
@@ -232,7 +232,7 @@ class Supervisor:
             self._leave()
 
     def _leave(self) -> list[Any]:
-        """Ask all launchers to leave. Return the calls, which are in flight."""
+        """Ask all launchers to leave. Return the Ray calls, which are still in progress."""
         return [node.actor.leave.remote() for node in self._nodes if node.active]
 
     def _ask_lost(self) -> None:
@@ -264,7 +264,7 @@ class Supervisor:
 
     @property
     def _interrupted(self) -> bool:
-        """True if all launchers have left because a node was lost, and no process has requested the end."""
+        """True if all launchers have left because a node was lost, although no process has requested the end."""
         if self._leaving or not self._codes or any(node.active for node in self._nodes):
             return False
         return not set(self._codes) & set(ENDS) and any(

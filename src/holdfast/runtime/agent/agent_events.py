@@ -67,7 +67,7 @@ class DeathRead(msgspec.Struct, frozen=True):
 
     Attributes:
         exited: the report of the member's end, for the state machine.
-        error: why the page could not be read; ``exited`` then has no facts from the page. Empty: the page was read.
+        error: why the page could not be read; ``exited`` then has no facts from the page. Empty if the page was read.
     """
 
     exited: MemberExited

@@ -1,9 +1,9 @@
 """The report of a worker's end, made from the status page that the worker left.
 
-Theory. If the page does not exist, the process never began. A page that exists may be unreadable for a moment, because
-of an I/O error or a lack of file descriptors. A decision needs the page as evidence, so an unreadable page is read
-again for up to ``READ_WAIT_S`` seconds. If all reads fail, the report says that the page was unreadable, and gives no
-step and no phase. The report of a process that never began does not say so.
+Theory. If the page does not exist, the process never began. A page that exists may be unreadable for a moment,
+because of an I/O error or a lack of file descriptors. A decision needs the page as evidence, so an unreadable page is
+read again for up to ``READ_WAIT_S`` seconds. If all reads fail, the report says that the page was unreadable, and
+gives no step and no phase. The report of a process that never began does not mention an unreadable page.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def read_death(
     Args:
         logs: the directory that has the worker logs in ``attempt-NNN/`` directories.
         code: the exit code; None if it is not known or a signal ended the process.
-        several: True for a job of several nodes. Then the report lists only those kept states (states in shared memory)
-            that are whole, which means that the script no longer changes them.
+        several: True for a job of several nodes. Then the report lists only whole kept states: states in shared
+            memory that the script no longer changes.
 
     Raises:
         OSError: the page exists, but cannot be read now.

@@ -63,7 +63,7 @@ class _Key(msgspec.Struct, frozen=True, tag="key"):
 
 
 class _KvPlace(msgspec.Struct, frozen=True, tag="place"):
-    """A log record: the number of the job's start that the keys belong to, and the node that serves the keys."""
+    """A log record: the number of the start (of all workers) of the keys, and the node that serves the keys."""
 
     attempt: int
     home: str

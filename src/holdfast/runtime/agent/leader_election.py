@@ -250,7 +250,7 @@ class LeaderElection:
         return NotJoined(Exit.UNMET, reason)
 
     def _not_met(self, peers: Peers) -> NotJoined:
-        """Return the event ``NotJoined`` with the reason why the agents have formed no job in time."""
+        """Return the event ``NotJoined`` with the reason why the agents have not formed a job in time."""
         settings, here = self._settings, peers.here
         first = ", ".join(settings.contacts[: settings.first_contacts])
         where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"

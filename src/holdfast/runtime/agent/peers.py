@@ -155,7 +155,7 @@ class Peers:
 
     @property
     def _first(self) -> list[Address]:
-        """The addresses of the first contact: one for each host with the host name of this contact."""
+        """The addresses of the first contact. A host name that several hosts have gives one address for each host."""
         first = self._settings.contacts[: self._settings.first_contacts]
         return [split_endpoint(contact) for contact in first]
 

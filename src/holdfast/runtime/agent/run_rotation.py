@@ -100,7 +100,7 @@ def _attempts(logs: Path) -> list[Path]:
 
 
 def _move(found: Sequence[Path], aside: Path) -> None:
-    """Move the directories ``found`` into ``aside``. Raises: OSError: ``aside`` is no directory of this user."""
+    """Move the directories ``found`` into ``aside``. Raises: OSError: ``aside`` is not a directory of this user."""
     if not found:
         return
     aside.mkdir(mode=0o700, exist_ok=True)

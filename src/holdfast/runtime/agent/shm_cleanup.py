@@ -38,9 +38,9 @@ class ShmCleanup:
         self._newer.add(member_id)
 
     def clear(self, generation: Generation) -> None:
-        """Remove the files of members that exited before the previous call, which was for an earlier generation.
+        """Remove the files of members that had exited before the previous call.
 
-        A repeated call for one generation does nothing.
+        That call was for an earlier generation. A repeated call for one generation does nothing.
         """
         if generation <= self._generation:
             return

@@ -308,7 +308,7 @@ class Processes:
         The start waits for the zygote, and for exiting processes to free their memory.
 
         Raises:
-            OSError: no permission for the log.
+            OSError: this user may not write the log.
         """
         member_id = order.assignment.member_id
         if member_id in self.living or member_id in self._asked or order in self._waiting:
@@ -363,7 +363,7 @@ class Processes:
         self.adopt(order.assignment.member_id, child.pid, child)
 
     def _not_started(self, order: SpawnOrder, what: str, error: OSError, code: int) -> None:
-        """Report that a member, which could not be started, failed with exit code ``code``. Log the reason.
+        """Report a member that could not be started as failed with exit code ``code``. Log the reason.
 
         The recovery decides about another start.
         """
@@ -391,7 +391,7 @@ class Processes:
             loop.call_soon(self._died, life)
 
     def listen(self, member_id: MemberId) -> None:
-        """Start to watch the lock in a worker's status page, which the worker holds until its exit begins."""
+        """Start to watch the lock in a worker's status page. The worker holds this lock until its exit begins."""
         life = self.living.get(member_id)
         if life is None or life.pidfd < 0 or life.listened:
             return
@@ -444,7 +444,10 @@ class Processes:
         self._post(ProcessGone(member_id, 0, None, None, time.monotonic_ns()))
 
     async def end(self, *, kill: bool) -> None:
-        """End the zygote. With ``kill``, first kill all workers, including those that the zygote forks meanwhile."""
+        """End the zygote.
+
+        With ``kill``, first kill all workers, including those that the zygote forks during the kill.
+        """
         self._ending = True
         self._waiting.clear()
         self._asked = dict.fromkeys(self._asked)

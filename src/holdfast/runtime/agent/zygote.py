@@ -194,7 +194,7 @@ class Zygote:
             self._try(peer, peer.flush)
 
     def _cut_slow(self) -> None:
-        """Close connections that exceed the time limit of the handshake, even if a byte arrives now and then."""
+        """Close connections that exceed the time limit of the handshake, even if single bytes still arrive."""
         now_s = time.monotonic()
         for peer in [peer for peer in self._peers.values() if not peer.link.open and peer.deadline_s < now_s]:
             self._refused["slow greeting"] += 1
@@ -237,7 +237,7 @@ class Zygote:
         return None
 
     def _welcome(self, peer: _AgentPeer) -> None:
-        """Make ``peer`` the current agent. Send it the report of the imports, the living and the ended workers."""
+        """Make ``peer`` the current agent. Report to it the imports, and all living and ended workers."""
         self._agent = peer
         self._tell(self._preloaded)
         for spawned in self._living.values():
@@ -391,7 +391,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
 def make_head(run: RunDir, settings: RunSettings, preloaded: Preloaded) -> Preloaded:
     """Execute the first imports of the script, and return the report of all imports so far.
 
-    If one of them is unsafe before a fork, the zygote process starts again, and makes only the imports before that one.
+    If an import is unsafe before a fork, the zygote process starts again, and makes only the imports before it.
     """
     length, _, why = os.environ.pop(HEAD, "").partition(" ")
     imports_s = dict(preloaded.imports_s)

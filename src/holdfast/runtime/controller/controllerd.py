@@ -96,8 +96,8 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
 
     Args:
         voters: the nodes that vote in elections.
-        alone: 0: the controller serves the whole job. Otherwise it serves only this node, which cannot reach a majority
-            of the voters, and ``alone`` is the number of this node.
+        alone: 0 if the controller serves the whole job. Otherwise it serves only this node, which cannot reach a
+            majority of the voters, and ``alone`` is the number of this node.
     """
     config = Config(
         run_id=settings.saves_as,
@@ -147,7 +147,7 @@ class ControllerLog(EventLog):
             past: the state that the earlier lines describe.
             lines: the number of these lines since the last snapshot.
             term: the term of this controller.
-            on_line: receives each line in a job of several nodes; None if lines have no numbers.
+            on_line: receives each line, in a job of several nodes, whose lines have numbers. None in a job of one node.
             after: (term, number) of the last earlier line.
         """
         self._past, self._since = past, lines

@@ -82,7 +82,7 @@ class BlockingChannel(Generic[M]):
 
         Raises:
             ConnectionError: the peer closed the connection.
-            ProtocolError: the peer sent bytes that are no valid message.
+            ProtocolError: the peer sent bytes that are not a valid message.
         """
         self._pump(time.monotonic() + SEND_TIMEOUT_S)
         messages, self._inbox = self._inbox, []
@@ -94,7 +94,7 @@ class BlockingChannel(Generic[M]):
         Raises:
             TimeoutError: no message arrived in time.
             ConnectionError: the peer closed the connection.
-            ProtocolError: the peer sent bytes that are no valid message.
+            ProtocolError: the peer sent bytes that are not a valid message.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._inbox:

@@ -22,8 +22,8 @@ from holdfast.runtime.net.stream_sockets import is_private
 def sockets_of(pages: Path) -> Path:
     """Return the socket directory of the run whose status pages are in the directory ``pages``.
 
-    The name is as long as one that ``multiprocessing`` would choose, because the path of a socket has at most 107
-    bytes.
+    The name has the same length as a name that ``multiprocessing`` would choose, because the path of a socket has at
+    most 107 bytes.
     """
     return Path(tempfile.gettempdir(), f"pymp-{hashlib.sha256(os.fsencode(pages.resolve())).hexdigest()[:8]}")
 

@@ -7,7 +7,7 @@ millisecond. So the worker's main thread holds such a lock for its whole life, a
 
 Invariants:
 1. A worker takes its lock once, in its main thread, and never releases it: the mapping stays until the process ends.
-2. The release of the lock is only a hint, because ``exec`` releases it as well. ``process_info.ending`` then tells
+2. The release of the lock is only a hint, because ``exec`` releases it as well. ``process_info.ending`` then shows
    whether the process exits.
 3. If the lock was never taken, nothing is reported here; the pidfd still reports the death.
 """

@@ -25,7 +25,7 @@ def ours(directory: Path) -> frozenset[int]:
 
 
 def is_ours(path: Path) -> bool:
-    """Return True if ``path`` belongs to this user and is no symbolic link. Raises: FileNotFoundError."""
+    """Return True if ``path`` belongs to this user and is not a symbolic link. Raises: FileNotFoundError."""
     about = path.lstat()
     return not stat.S_ISLNK(about.st_mode) and about.st_uid in ours(path.parent)
 

@@ -83,7 +83,7 @@ COMMON_PRELOADS = ("holdfast.runtime.worker.entry",)
 
 
 def install_framework(name: FrameworkName) -> None:
-    """Prepare this worker for its framework. A missing torch is no error, because the script may not need it.
+    """Prepare this worker for its framework. A missing torch is not an error, because the script may not need it.
 
     If torch is not loaded yet, it is prepared when the script imports it. So variables that the script sets before its
     import of torch have an effect.

@@ -31,7 +31,7 @@ ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def with_interfaces(settings: RunSettings) -> RunSettings:
-    """Return ``settings`` whose worker environment names the interface for gloo and NCCL, unless the user names one."""
+    """Return ``settings`` with the interface for gloo and NCCL in the worker environment, unless the user names one."""
     name = interface_of(settings.bind if settings.several else LOOPBACK)
     # NCCL takes a name as a prefix (eth1 matches eth10), unless an equals sign precedes it.
     ours = {GLOO: name, NCCL: f"={name}"} if name else {}

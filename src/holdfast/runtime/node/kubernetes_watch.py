@@ -121,7 +121,7 @@ class ApiFailure(NamedTuple):
     """An error of a request to the API server.
 
     ``status``: the HTTP status of the answer; 0 if no answer came. ``text``: the cause in words, equal for all errors
-        of one cause.
+    of one cause.
     """
 
     status: int
@@ -149,7 +149,7 @@ class Sight(NamedTuple):
     """The result of a watch so far.
 
     ``raw``: the newest object, as decoded JSON; None if no object was seen yet. ``gone``: True if the object was
-        deleted.
+    deleted.
     ``failure``: why the watch fails; empty if it does not fail.
     """
 

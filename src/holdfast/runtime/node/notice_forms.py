@@ -167,7 +167,7 @@ def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
     Args:
         text: "leave" or an empty text means no deadline. Any other text is the deadline: seconds from ``said_at``, a
             Unix time, or a date and time (by default in UTC).
-        source: names the file or command.
+        source: the name of the file or command.
         now: the Unix time of the read.
         said_at: the Unix time from which the seconds in ``text`` count.
 

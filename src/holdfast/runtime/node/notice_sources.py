@@ -245,7 +245,7 @@ class File:
 
 
 class CommandNotices:
-    """The notice that a command of the user prints: ``leave`` or a deadline; no output: the node stays."""
+    """The notice that a command of the user prints: ``leave`` or a deadline. No output means that the node stays."""
 
     period_s = 10.0
 
@@ -271,7 +271,7 @@ async def output_of(
     """Run a command, and return its exit code and the beginning of its output (stdout and stderr).
 
     A command that takes too long is killed with its process group. ``environment``: the variables of the command; None
-        means the variables of this process.
+    means the variables of this process.
 
     Raises:
         OSError: the command cannot be started.

@@ -29,7 +29,7 @@ def memory_events(
 
 
 class OomKills:
-    """The number of processes of a control group that were killed because its memory, or the host's, ran out.
+    """The number of processes of a control group that were killed because the group or the host had no memory left.
 
     Args:
         file: the file that :func:`memory_events` has found. With None the number stays 0.

@@ -31,7 +31,7 @@ def alive(pid: int) -> bool:
 
 
 def stopped(pid: int) -> bool:
-    """Return True if a signal has stopped process ``pid``. Return False if a debugger has."""
+    """Return True if a signal has stopped process ``pid``. A stop by a debugger does not count."""
     fields = _known_stat(pid)
     return bool(fields) and fields[0] == "T"
 

@@ -15,7 +15,7 @@ WRITER_MODULE = b"holdfast.store.write.writer_process"
 
 
 def recorded_members(run: RunDir) -> list[tuple[MemberId, int]]:
-    """Return (member, pid) of every status page, dead members included; pid 0: the member never ran."""
+    """Return (member, pid) of every status page, dead members included. A pid of 0 means that the member never ran."""
     return [(MemberId(page[Word.MEMBER]), page[Word.PID]) for page in each_page(run.pages(), PAGE)]
 
 

@@ -51,7 +51,7 @@ class Origin(Enum):
 class HeadImport(NamedTuple):
     """One import statement of a script.
 
-    ``optional`` is True in a ``try`` statement, where an ``ImportError`` is no failure.
+    ``optional`` is True in a ``try`` statement, where an ``ImportError`` is not a failure.
     """
 
     text: str

@@ -166,7 +166,7 @@ def zygote_command(run: RunDir, settings: RunSettings) -> list[str]:
 
 
 def differing(run: RunDir, settings: RunSettings) -> frozenset[str]:
-    """Return the names of the variables that may differ between two workers, or between a worker and the zygote."""
+    """Return the names of the environment variables that may differ between two workers, or from the zygote."""
     member = Assignment(MemberId(0), 0, 0)
     order = SpawnOrder(
         member, NO_GENERATION, settings.workers, attempt=0, restart_count=0, resume="", join=False,

@@ -145,7 +145,7 @@ def check_loaded(torch: ModuleType) -> None:
 
 
 def all_restart(torch: str, reason: str) -> str:
-    """Return the message that Holdfast does not replace torch's own process groups, with ``reason`` as the cause."""
+    """Return the message that Holdfast does not replace torch's own process groups. ``reason`` is the cause."""
     return (
         f"torch {torch}: {reason}: all workers start again after a fault, none is replaced in place "
         f"(tested: torch {TESTED})"

@@ -72,7 +72,8 @@ def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:
     ``blocks`` has the ranks of each node, in rank order.
 
     Raises:
-        UsageError: ``data`` is no valid table, or has fewer hosts than ``blocks``, or the result would have mistakes.
+        UsageError: ``data`` is not a valid table, or has fewer hosts than ``blocks``, or the result would have
+            mistakes.
     """
     table = check(data).table
     if table is None or table.version not in SERVER_VERSIONS or len(table.servers) < len(blocks):

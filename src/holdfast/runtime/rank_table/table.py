@@ -408,9 +408,10 @@ def _text(item: Mapping[str, Any], key: str, where: str, found: _Mistakes) -> st
 def _number(
     item: Mapping[str, Any], key: str, where: str, found: _Mistakes, *, as_text: bool = True
 ) -> int | None:
-    """Return the whole number (0 or more) under ``key``; None: a mistake was added instead.
+    """Return the whole number (0 or more) under ``key``.
 
-    The value must be a string of digits in versions 1.x (``as_text``), and a JSON number in version 2.0.
+    The result is None if the value is wrong; the mistake is then added to ``found``. The value must be a string of
+    digits in versions 1.x (``as_text``), and a JSON number in version 2.0.
     """
     value = item.get(key)
     if as_text and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
@@ -476,7 +477,7 @@ def make(
         device_addresses: addresses of devices by host and device, if known.
 
     Raises:
-        UsageError: a host is no address or is listed twice, or ``counts`` has another length than ``hosts``.
+        UsageError: a host is not an address or is listed twice, or ``counts`` has another length than ``hosts``.
         UnsupportedError: the version is not supported.
     """
     if len(counts) not in (1, len(hosts)):

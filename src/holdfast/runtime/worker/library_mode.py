@@ -82,8 +82,8 @@ def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) ->
 
     Args:
         seat: the place of this process in the job, from the variables of its launcher.
-        exchange: returns sums over all ranks without an agent; None: the framework has no such function, so the job may
-            have only one node.
+        exchange: returns sums over all ranks without an agent; None if the framework has no such function, so the job
+            may have only one node.
 
     Raises:
         UnsupportedError: the job has several nodes, and either no ``exchange`` or nodes of different sizes.
@@ -227,7 +227,9 @@ def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
 
 
 def _read(pointer: Path) -> Pointer | None:
-    """Return the pointer to a run (directory and agent) in a file; None: no such file, or its writer has ended.
+    """Return the pointer to a run (directory and agent) in a file.
+
+    The result is None if there is no such file, or if its writer has ended.
 
     Raises:
         UsageError: the file cannot be read, or it is not known whether its writer still runs.
@@ -245,7 +247,7 @@ def _read(pointer: Path) -> Pointer | None:
 
 
 def _check_owner(path: Path) -> None:
-    """Check that no other user may have made ``path``, which could lead this process to another agent.
+    """Check that no other user may have made ``path``: such a path could lead this process to a foreign agent.
 
     Raises: AuthError.
     """

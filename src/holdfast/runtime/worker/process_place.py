@@ -25,8 +25,8 @@ def seat_here(known: tuple[int, int] | None = None) -> ProcessPlace:
         known: rank and size of the framework's own group, if it has one already.
 
     Raises:
-        UsageError: the variables are incomplete, no numbers, or contradict each other or ``known``; the rank table has
-            mistakes.
+        UsageError: the variables are incomplete, are not numbers, or contradict each other or ``known``; the rank
+            table has mistakes.
     """
     client, env = WorkerClient.current(), os.environ
     if client is not None:

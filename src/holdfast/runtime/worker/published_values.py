@@ -40,7 +40,7 @@ def first_published(client: WorkerClient | None, key: str, mine: Sequence[object
 
 
 def published(client: WorkerClient, key: str, when: str, wait_s: float = 0.0) -> bytes:
-    """Return the bytes that a rank has published under ``key``; empty if none has within ``wait_s`` seconds.
+    """Return the bytes that a rank has published under ``key``; empty if there are none within ``wait_s`` seconds.
 
     Raises:
         GroupError: a recovery began, or the agent was lost. ``when`` is the end of the error message.

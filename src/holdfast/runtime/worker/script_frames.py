@@ -66,9 +66,10 @@ def variables_of_script() -> dict[str, object]:
 
 @cache
 def owners_of(name: str) -> tuple[str, ...]:
-    """Return the variables and attributes that hold an attribute or element: ``self.seen["x"]`` has two.
+    """Return the variables and attributes that hold an attribute or element.
 
-    An element of a dict has its key in the name, as Python writes it with double quotes.
+    For ``self.seen["x"]`` these are ``self`` and ``self.seen``. An element of a dict has its key in the name, as
+    Python writes it with double quotes.
     """
     return tuple(name[: match.end()] for match in list(_PARTS.finditer(name))[:-1])
 
@@ -76,8 +77,8 @@ def owners_of(name: str) -> tuple[str, ...]:
 def name_outside(function: FunctionType, name: str) -> str:
     """Return the name by which :func:`values_of` finds a variable that ``function`` uses and does not define itself.
 
-    The name is ``FUNCTION:NAME`` for a variable of the enclosing function, which may have returned, and ``MODULE:NAME``
-    for a global variable. Empty: there is no such variable now.
+    The name is ``FUNCTION:NAME`` for a variable of the enclosing function, which may have returned, and
+    ``MODULE:NAME`` for a global variable. Empty if there is no such variable now.
     """
     free = function.__code__.co_freevars
     if name in free and function.__closure__ is not None:
@@ -137,7 +138,10 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
 
 
 def variable_of(value: object, place: tuple[str, int]) -> str:
-    """Return the name of a variable of the function at ``place``, or of its module, that has ``value``; empty: none."""
+    """Return the name of a variable of the function at ``place``, or of its module, that has ``value``.
+
+    The result is empty if there is none.
+    """
     scopes = (scope for frame in _frames_from(place)[:1] for scope in (frame.f_locals, frame.f_globals))
     return next((name for scope in scopes for name, each in scope.items() if each is value), "")
 

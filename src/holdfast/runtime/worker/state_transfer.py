@@ -88,7 +88,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class StateServer(AnswerServer[Talk]):
-    """A server that sends one state of this rank, which does not change meanwhile, to processes of the same run.
+    """A server that sends one state of this rank to processes of the same run. The state must not change until the end.
 
     Args:
         view: returns the bytes of a box that this rank holds; raises :class:`HoldfastError` for another box, and for a
@@ -143,7 +143,8 @@ def fetch(
         wanted: the boxes to fetch.
         secret: secret of the run.
         generation: generation of the servers.
-        values_from: ranks to ask for the plain values, in this order until one answers; empty: in the order of ranks.
+        values_from: ranks to ask for the plain values, in this order until one answers. If empty, they are asked in
+            the order of ranks.
         moved: called with the number of bytes of each batch that has arrived.
 
     Raises:
@@ -184,7 +185,7 @@ class _FetchedPart(msgspec.Struct):
 class _SourcePeer:
     """The connection to one holder, opened at its first use.
 
-    ``lost``: why the connection is no longer used; empty: it is in use.
+    ``lost``: why the connection is no longer used; empty if it is in use.
     """
 
     def __init__(self, rank: int, at: Address, secret: Secret, service: str) -> None:

@@ -72,7 +72,7 @@ def show_following(client: WorkerClient, error: BaseException) -> None:
 
 
 def _lost_peer(error: BaseException | None) -> bool:
-    """Return True if the exception, or an earlier one in its chain, is a ``FaultError`` or has ``PeerLost: `` as text.
+    """Return True if ``error`` or an earlier exception in its chain is a ``FaultError``, or names ``PeerLost``.
 
     torch turns an error in a callback of autograd into an exception that has only the text of the error.
     """
@@ -91,7 +91,7 @@ def tell(
     Return True for an error that the user has to fix (``UserError`` or ``StoreError``).
 
     Args:
-        what: the text to report; empty: the text of the exception.
+        what: the text to report; if empty, the text of the exception is reported.
         stays: True if the process waits until it is ordered to leave.
         between: True if the exception was raised between two steps.
     """

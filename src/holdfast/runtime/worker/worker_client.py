@@ -380,7 +380,7 @@ class WorkerClient:
             return None  # a successor may be about to publish another endpoint; bounded by orphan_s
 
     def _serve(self, channel: BlockingChannel[WireMessage]) -> None:
-        """Exchange messages until the connection breaks, or until all queued messages are sent after ``close``."""
+        """Exchange messages until the connection breaks or, after ``close``, until all queued messages are sent."""
         self._channel = channel
         for request in list(self._requests.values()):
             request.sent = False

@@ -9,8 +9,8 @@ the save of a graceful exit is made when the block ends, because time may be sho
 the block has changed the state or rank-local values.
 
 Invariants:
-1. No state is saved or given while the script is between the end of a block and its next step, except for a graceful
-   exit, or if the code after the block takes longer than ``SCRIPT_TIMEOUT_S``.
+1. No state is saved or given while the script is between the end of a block and its next step. There are two
+   exceptions: a graceful exit, and code after the block that takes longer than ``SCRIPT_TIMEOUT_S``.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class AfterBlock:
         self._save_exit()
 
     def _amend_exit(self) -> None:
-        """Save for the exit again if code after the block has changed the state on any rank."""
+        """Repeat the save for the exit if code after the block has changed the state on any rank."""
         try:
             same = self._saver.all_say(self._saver.digest() == self._left_with)
         except PeerLost:

@@ -75,7 +75,7 @@ class Checkpointer:
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
-        root: directory or URL of the checkpoints; None: nothing is saved.
+        root: directory or URL of the checkpoints; if None, nothing is saved.
         run: id of the run, the first part of every save id.
         keep: decides which valid checkpoints of this lineage are not removed.
         values: returns the plain values common to all ranks, given the collected state.
@@ -164,7 +164,7 @@ class Checkpointer:
             self._sole = SoleUse(self.root, tells=begins)
 
     def close(self) -> None:
-        """Finish the save in flight, stop serving the state, and release the lock of the directory."""
+        """Finish the save in progress, stop serving the state, and release the lock of the directory."""
         self.resumed()
         self._background.close()
         self._sole.close()
@@ -391,7 +391,7 @@ class Checkpointer:
         return False
 
     def _done(self, save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
-        """Report ``result``, a written share or the error, to the controller. Once sealed, remove old checkpoints.
+        """Report ``result``, a written share or an error, to the controller. After the seal, remove old checkpoints.
 
         In a background save, the thread that waits for the writer process calls this method.
         """
@@ -412,7 +412,7 @@ class Checkpointer:
         self._tidy(prune=False)
 
     def _tidy(self, *, prune: bool) -> None:
-        """Remove failed saves, which may fill the disk. With ``prune``, also apply the retention policy."""
+        """Remove failed saves, because they may fill the disk. With ``prune``, also apply the retention policy."""
         if self.root is None or not (prune or self._wrecks):
             return
         root = Root(self.root)
@@ -564,7 +564,7 @@ class Checkpointer:
         )  # fmt: skip
 
     def _wrote(self, size_bytes: int) -> None:
-        """Count ``size_bytes`` of a last-gasp as progress, and check that the model holds the trained weights."""
+        """Count ``size_bytes`` of a last-gasp save as progress, and check that the model holds the trained weights."""
         if self._rank.client is not None:
             self._rank.client.moved(size_bytes)
         self._require_weights()

@@ -1,10 +1,11 @@
 """The memory tier of a session: this rank's state of every N-th step, in shared memory that outlives the process.
 
-Theory. If only one rank holds a box, the loss of that rank is the loss of the box. So each rank copies its whole state
-(tensors, plain values, data position) into the run's shared memory (``store/shared_memory/memory_slots.py``). Such a
-copy is called a *kept state*. It is made before the status page shows the step as committed, so the process that
-replaces the rank finds the state of exactly that step. With N above 1, after a loss all ranks go back to the newest
-step that every rank has in the tier, and run the later steps again. The surviving processes do this without a restart.
+Theory. If only one rank holds a box, the loss of that rank is the loss of the box. So each rank copies its whole
+state (tensors, plain values, data position) into the run's shared memory (``store/shared_memory/memory_slots.py``).
+Such a copy is called a *kept state*. It is made before the status page shows the step as committed. So the process
+that replaces the rank finds the state of exactly that step. With N above 1, after a loss all ranks go back to the
+newest step that every rank has in the tier, and run the later steps again. The surviving processes do this without a
+restart.
 
 Without an N (``AUTO``), the tier is on if some box has only one holder. A rank can then afford a copy if the last copy
 took less than the fraction ``SHARE`` of the time since that copy. So only cheap copies are made at every step. After a
@@ -13,11 +14,11 @@ whether it can afford a copy (``core/worker/vote.py``). All ranks keep the state
 
 Invariants:
 1. All ranks keep the states of the same steps.
-2. If the state of step s is kept, the status page shows READY(s), which means that s steps are committed, only when
-   that state is in memory. Changes that the script makes after the block belong to this state. They are added (the
-   state is *amended*) when the script asks for the next step (``after_block.py``). From then on the kept state is
-   *whole*. With several nodes only whole states are reported, given and loaded. On one node, a state that is not whole
-   is also loaded if no other rank has amended its state.
+2. READY(s) on the status page means that s steps are committed. If the state of step s is kept, the page shows
+   READY(s) only when that state is in memory. Changes that the script makes after the block belong to this state.
+   They are added (the state is *amended*) when the script asks for the next step (``after_block.py``). From then on
+   the kept state is *whole*. With several nodes only whole states are reported, given and loaded. On one node, a
+   state that is not whole is also loaded if no other rank has amended its state.
 3. A lack of shared memory ends the tier with a warning, and never the training.
 """
 
@@ -81,12 +82,13 @@ class MemoryTier:
     Args:
         rank: protocol state of this rank, with the layouts of all ranks.
         adapter: the framework.
-        directory: the directory of the run's shared memory; None: no agent outlives this process.
-        every: steps between two kept states; 0: nothing is kept; AUTO: as often as copies are cheap.
+        directory: the directory of the run's shared memory; None if no agent outlives this process.
+        every: steps between two kept states; 0 if no states are kept, AUTO to keep states as often as copies are
+            cheap.
         values: returns the plain values common to all ranks, given the collected state and its step.
         locals_: returns the rank-local values.
         pull: function (rank, step) that fetches a kept state from another node, and returns False if no node has it.
-            None: the run has one node.
+            None if the run has one node.
     """
 
     def __init__(
@@ -150,9 +152,10 @@ class MemoryTier:
             self._slots.finish()
 
     def due(self, step: int) -> bool:
-        """Return whether this rank votes to keep its state of ``step``: a copy is due, or (AUTO) affordable.
+        """Return whether this rank votes to keep its state of ``step``: a copy is due or, with AUTO, affordable.
 
-        AUTO: no interval is given. With several nodes, the previous kept state must first have arrived on another node.
+        AUTO means that no interval is given. With several nodes, the previous kept state must first have arrived on
+        another node.
 
         Raises: StateError: the layouts of the ranks contradict each other.
         """
@@ -204,7 +207,7 @@ class MemoryTier:
         self._slots.finish()
 
     def renew(self, step: int) -> None:
-        """Replace the kept state of ``step``, if any, because the end of a turn or a new loop has changed the state."""
+        """Replace the kept state of ``step``, if any, after the end of a turn or a new loop has changed the state."""
         if self._slots is not None and step in self._slots.steps():
             self._keep(step, amended=True)
             self._slots.finish()
@@ -313,7 +316,7 @@ class MemoryTier:
         """Load the kept state of ``step`` into this rank.
 
         Args:
-            turns: number of epochs and phases that the whole job has finished; None: not known.
+            turns: number of epochs and phases that the whole job has finished; None if it is not known.
 
         Raises:
             CheckpointInvalid: the state is missing, damaged, or has another number of finished turns.
@@ -360,12 +363,13 @@ class MemoryTier:
             raise
 
     def _require_whole(self, kept: StoredState) -> None:
-        """Check that ``kept`` includes the changes that the script has made after the block.
+        """Check that the state ``kept`` includes the changes that the script has made after the block.
 
         On one node, these changes may be missing if no other rank has amended its kept state.
 
         Raises:
-            CheckpointInvalid: the changes are missing. The kept state is dropped. All ranks go back to an earlier one.
+            CheckpointInvalid: the changes are missing. The kept state is dropped. All ranks go back to an earlier
+                kept state.
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}
@@ -398,8 +402,8 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | Non
     Args:
         alone: some box of the state has only one holder.
         size_bytes: size of the boxes that only this rank holds.
-        every: steps between two kept states; 0: none; AUTO: as often as time allows.
-        unlogged: why updates since the kept state are not logged; empty: they are logged; None: not known.
+        every: steps between two kept states; 0 if no states are kept, AUTO to keep states as often as time allows.
+        unlogged: why updates since the kept state are not logged; empty if they are logged, None if it is not known.
     """
     if not alone:
         return "every part of the state is on 2 ranks or more: a lost worker costs no step"

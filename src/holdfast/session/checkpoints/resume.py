@@ -84,7 +84,10 @@ class Resumed(NamedTuple):
 
     @property
     def caveat(self) -> str:
-        """A remark for the user on a checkpoint that was imported without a data position; empty: no remark."""
+        """A remark for the user on a checkpoint that was imported without a data position.
+
+        The text is empty if there is no remark.
+        """
         imported = self.step and self.path.name == import_id(self.step).directory()
         return " (imported without a place in the data: the loader begins at its start)" if imported else ""
 
@@ -103,7 +106,7 @@ def candidates(
 
     Args:
         resume: ``auto``, ``never``, a checkpoint, a directory or URL of checkpoints, or such a place with ``@STEP``.
-        root: directory or URL of this session's checkpoints; None: there is none.
+        root: directory or URL of this session's checkpoints; None if there is none.
         client: the connection to the agent, which names the save to try first after a fault.
         run: id of this run. A restart within the run first tries its own saves, whatever ``resume`` is.
         restarted: this process is a restart within the run.
@@ -153,7 +156,7 @@ def candidates(
 
 
 def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> dict[str, str]:
-    """Return, by name, the reasons to reject checkpoints in ``found`` that another user may have planted.
+    """Return the reasons to reject checkpoints in ``found`` that another user may have planted, by checkpoint name.
 
     Otherwise a planted checkpoint with the highest step would be loaded.
 
@@ -180,7 +183,10 @@ def _named(resume: str) -> Found:
 
 
 def _warn_of_others(root: Root) -> None:
-    """Warn at a fresh start if ``root`` has other runs' checkpoints, which ``resume="auto"`` may later take."""
+    """At a fresh start, warn if ``root`` has checkpoints of other runs.
+
+    ``resume="auto"`` may later take one of them.
+    """
     names = root.names()
     if names:
         log.warning(
@@ -192,7 +198,7 @@ def _warn_of_others(root: Root) -> None:
 
 
 def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
-    """Warn if an unrelated run wrote a checkpoint later than the first of ``valid``, which has the highest step."""
+    """Warn if an unrelated run has written a checkpoint after the first of ``valid``, which has the highest step."""
     if len({v.save_id.run for v in valid if v.save_id}) < 2:
         return
     chosen = valid[0]
@@ -223,7 +229,8 @@ class ResumeSearch:
 
     Args:
         adapter: the framework.
-        client: the connection over which rank 0 sends its list of candidates to all ranks; None: one process.
+        client: the connection over which rank 0 sends its list of candidates to all ranks; None in a job of one
+            process.
         agree: returns the elementwise sum of a list of ints over all ranks.
         remember: loads this rank's state of a step from the memory tier. Raises CheckpointInvalid if it cannot.
     """

@@ -58,8 +58,8 @@ class SaveSchedule:
         """Record the cost of a save.
 
         Args:
-            stall_s: seconds by which the save delayed training; 0: not measured.
-            durable_s: seconds until the save was on disk; 0: not measured.
+            stall_s: seconds by which the save delayed training; 0 if not measured.
+            durable_s: seconds until the save was on disk; 0 if not measured.
         """
         if stall_s:
             self._stalls_s.append(stall_s)
@@ -82,7 +82,10 @@ class SaveSchedule:
         return any(policy(now) for policy in self._policies)
 
     def agreed(self, tally: Tally, step: int) -> str:
-        """Return the kind of the save that all ranks make now at ``step``: ``request`` or ``periodic``; empty: none."""
+        """Return the kind of the save that all ranks make now at ``step``: ``request`` or ``periodic``.
+
+        The result is empty if no save is due.
+        """
         if not (tally.save or tally.due):
             return ""
         if tally.busy:

@@ -136,7 +136,10 @@ class StateSource:
         )
 
     def _decline(self, settle: Settle, error: Exception) -> None:
-        """Report that this rank is alive with an intact state, but cannot give it. The controller decides again."""
+        """Report that this rank is alive and its state is intact, but that it cannot give the state.
+
+        A new decision follows.
+        """
         self._client.send(
             StateRefused(
                 member_id=self._client.member_id,
@@ -172,7 +175,8 @@ def take_over(
     If the state in memory is invalid, report this, and wait for the order to leave: the function does not return.
 
     Raises:
-        CheckpointMismatch: the model differs. CheckpointInvalid: malformed values. PeerLost: a box has no holder.
+        CheckpointMismatch: the model differs. CheckpointInvalid: the received values are malformed. PeerLost: a box
+            has no holder.
     """
     if not (order.kept or order.replays):
         return take(adapter, client, order)
@@ -192,8 +196,8 @@ def take(
 
     Args:
         order: the order of the controller, with the addresses and layouts of the survivors.
-        again: a kept state on which logged updates were made again. It gives the boxes that no survivor holds. None:
-            there is no such state.
+        again: a kept state on which logged updates were made again. It gives the boxes that no survivor holds. None
+            if there is no such state.
 
     Raises:
         CheckpointMismatch: this process has built another model than the process it replaces.

@@ -1,13 +1,13 @@
-"""The state that a survivor gives to newcomers, if the script runs code before the block of the step.
+"""The state that a survivor gives to newcomers when the script runs code before the block of a step.
 
 Theory. When a rank is lost, some ranks may have run the code before the block (a learning rate set from the step, a
 recorded score) and others not. A newcomer that will run this code needs the state from before the code. A newcomer that
 will not run the code needs the state from after the code. The boxes of one newcomer come from several survivors, so all
 survivors must give the same of the two states.
 
-Every rank copies the state that the code may change, before the code runs (``Adapter.remember``). So every survivor can
-give the state from before the code, and that is the state that it gives. A survivor that waits at its block, or whose
-block was aborted, compares its present state with the copies. If they are equal, the given state is also the state from
+Every rank copies the state that the code may change, before the code runs (``Adapter.remember``). So every survivor
+can give the state from before the code, and it gives this state. A survivor that waits at its block, or whose block
+was aborted, compares its present state with the copies. If they are equal, the given state is also the state from
 after the code. Only then may the newcomer skip the code, and it does so if the lost rank had begun the block. In all
 other cases the newcomer runs the code. The state from after the code would not do for a newcomer: a pass in training
 mode changes buffers by the data of its rank.
@@ -48,9 +48,9 @@ class TransferSnapshot:
             The state, and whether it also is the state from after the code before the block of the step.
 
         Raises:
-            StateError: the code before the block has changed the names or shapes of the tensors, so that newcomers and
-                survivors would have other tensors. The script is then recorded as one that does not return to its
-                loop, so that the next decision restarts all ranks.
+            StateError: the code before the block has changed the names or shapes of the tensors, so that newcomers
+                and survivors would have other tensors. The script then counts as one that does not return to its
+                loop. So the next decision restarts all ranks.
         """
         rank, adapter = self._rank, self._adapter
         at_block = rank.script.gives(aborted=frozen) == "now"

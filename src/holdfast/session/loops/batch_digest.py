@@ -2,13 +2,13 @@
 
 Theory. A replacement, and each rank after a restart, seeks its position in the data. The loader may then give other
 samples than before: its order may depend on the number of times that this process has iterated it, or the dataset may
-have changed. The job would then silently train on other data. So each rank keeps a record of the step whose batches it
-drew last: the number of the step, the data position before it, and the digests of the batches. The record is one of the
-rank-local values: it is on the status page from the start of the block, and in each checkpoint. The next process of the
-rank compares its batches with the record. If it runs that step again, it draws the batches anyway. If it starts after
-that step, it reads the batches of that step only for the comparison, which moves its feed to the right position. A
-block may change its batch in place and then run again. For the second run the batch is drawn again, and this draw is
-compared as well.
+have changed. The job would then silently train on other data. So each rank keeps a record of the step whose batches
+it drew last: the number of the step, the data position before it, and the digests of the batches. The record is one
+of the rank-local values: it is on the status page from the start of the block, and in each checkpoint. The next
+process of the rank compares its batches with the record. If it runs that step again, it draws the batches anyway. If
+it starts after that step, it reads the batches of that step only for the comparison. This also moves its feed to the
+right position. A block may change its batch in place and then run again. For the second run the batch is drawn again,
+and this draw is compared as well.
 
 Invariants:
 1. A difference raises an error before the block of the next step begins.
@@ -37,11 +37,11 @@ class Drawn:
     Args:
         adapter: the framework. If it cannot digest batches, nothing is compared.
         rank: the rank of this process.
-        verify: False: nothing is compared.
+        verify: if False, nothing is compared.
 
     Attributes:
-        record: step, digests and start position of the batches that were drawn last, for the rank-local values; None:
-            not known.
+        record: step, digests and start position of the batches that were drawn last, for the rank-local values; None
+            if they are not known.
         numbered: the batches that were drawn last are plain numbers, by which the script finds its own data.
     """
 
@@ -58,7 +58,10 @@ class Drawn:
         self._loader = loader
 
     def stand_at(self, record: Plain) -> None:
-        """Take over the record of the earlier process. None: there is none, or that job had another number of ranks."""
+        """Take over the record of the earlier process.
+
+        ``record`` is None if there is no record, or if the earlier job had another number of ranks.
+        """
         self.record = self._expected = record if isinstance(record, dict) else None
 
     def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:
@@ -76,7 +79,7 @@ class Drawn:
         self._expected = self.record
 
     def reread(self, step: int, feed: Feed, load: Callable[[Feed], Sequence[Any]]) -> bool:
-        """Read and compare the batches of the step before ``step`` when a loop begins, if they can be compared.
+        """When a loop begins at ``step``, read the batches of the previous step and compare them, if this is possible.
 
         Args:
             step: the step at which this process begins.
@@ -109,7 +112,7 @@ class Drawn:
 
 
 def another_batch(rank: int, loader: Any, place: str) -> DataError:
-    """Return the error to raise if ``loader`` gives this rank another batch for ``place`` (in words) than before."""
+    """Return the error for a ``loader`` that gives this rank another batch for ``place`` (in words) than before."""
     sampler = type(getattr(loader, "sampler", None)).__name__
     # torch gives the second one to the loader of an IterableDataset.
     is_stream = sampler in ("NoneType", "_InfiniteConstantSampler")

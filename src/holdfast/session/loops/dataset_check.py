@@ -32,7 +32,7 @@ def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: 
         mine: the identity of this rank's dataset.
 
     Raises:
-        UsageError: the datasets must be the same and differ.
+        UsageError: the datasets differ, although they must be the same.
     """
     what = "the data of the ranks was"
     other, *words = first_published(client, f"holdfast/data/{loop}", [rank, *mine], what)
@@ -76,7 +76,8 @@ def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
     """Warn if the checkpoint was written with another dataset.
 
     Args:
-        saved: length and content digest of the dataset, from the checkpoint; any other value: not known.
+        saved: length and content digest of the dataset, from the checkpoint; any other value means that they are not
+            known.
         now: the identity of the present dataset.
     """
     if not isinstance(saved, list) or len(saved) != 2:

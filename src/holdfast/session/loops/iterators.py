@@ -36,7 +36,7 @@ class Steps(Iterator[Step]):
         steps: the iterator of the loop.
         loader: the loader of the loop.
         batches: number of the loader's batches in one step.
-        passes: number of passes over the loader; None: the loop does not end with its data.
+        passes: number of passes over the loader; None if the loop does not end with its data.
     """
 
     def __init__(self, steps: Iterator[Step], loader: Any, batches: int, passes: int | None) -> None:
@@ -54,7 +54,7 @@ class Steps(Iterator[Step]):
         return next(self._steps)
 
     def __len__(self) -> int:
-        """Return the number of steps in the whole loop, with those that the job did before a fault or a restart.
+        """Return the number of steps in the whole loop, including steps that the job did before a fault or a restart.
 
         Raises:
             TypeError: the loop ends with ``until``, or the loader has no length.
@@ -94,8 +94,8 @@ class ScriptLoops:
         """Return an iterator over the numbers of the epochs that the job has not finished.
 
         Each epoch runs once in the life of the job. The code after its loop over steps runs again only if a fault has
-        interrupted that code, and then from the state at the end of the loop. A process that joins or resumes begins in
-        the epoch in progress. Epochs are numbered from 0 over the whole job, as in ``step.epoch``.
+        interrupted that code. Then it starts from the state at the end of the loop. A process that joins or resumes
+        begins in the epoch in progress. Epochs are numbered from 0 over the whole job, as in ``step.epoch``.
 
         Args:
             count: total number of epochs of the job. A larger number at a later start adds epochs.
@@ -152,12 +152,13 @@ class ScriptLoops:
         """Return an iterator over the steps that the job has not done. Run each by ``with step as batch:``.
 
         A block may run again after a fault, and the script's code before it as well. Guard code that must run once by
-        ``if not step.again:``. After a restart of all ranks, code before the block or after the loop runs again with
-        the schedulers, learning rates and ``state=`` from before that code. A script with several loops over steps puts
-        each into :meth:`epochs` or :meth:`phase`. In an epoch, the loader gives the data of that epoch.
+        ``if not step.again:``. After a restart of all ranks, code before the block or after the loop runs again. The
+        schedulers, learning rates and ``state=`` are then those from before that code. A script with several loops
+        over steps puts each into :meth:`epochs` or :meth:`phase`. In an epoch, the loader gives the data of that
+        epoch.
 
         Args:
-            loader: a DataLoader or any iterable of batches; None: the block gets None instead of a batch.
+            loader: a DataLoader or any iterable of batches; if None, the block gets None instead of a batch.
             until: end the loop when the job has done this many updates. The loader is iterated as often as needed, with
                 ``set_epoch`` before each pass.
             epochs: end the loop after this many passes over the loader. 1 if neither ``until`` nor ``epochs`` is given.

@@ -1,12 +1,12 @@
 """The loaded state, from the load to the loop over steps in which the process continues the job.
 
 Theory. A process that continues a job runs the script from its top. The code before the job's loop (before
-``s.epochs(N)``, and at the begin of the open epoch) runs again, and the loaded state already includes its effect.
-Where the loop begins, learning rates, schedules, buffers and the user's state are restored, as after an aborted block.
-Weights and optimizer state are not, because copies of them would double the memory. Code that writes them (a clustering
-that sets prototypes at the begin of an epoch, a pretrained file that is loaded after the session was entered) would
-change them a second time. All ranks would do so alike, so that no comparison of the ranks would show it. So the digests
-of the loaded tensors are compared where an epoch or the loop begins.
+``s.epochs(N)``, and at the start of the open epoch) runs again, and the loaded state already includes its effect.
+When the loop begins, learning rates, schedules, buffers and the user's state are restored, as after an aborted block.
+Weights and optimizer state are not, because copies of them would double the memory. Some scripts write weights in
+that code: a clustering sets prototypes at the start of an epoch, or a pretrained file is loaded after the session was
+entered. This would change the weights a second time. All ranks would make the same error, so no comparison of the
+ranks would show it. So the digests of the loaded tensors are compared where an epoch or the loop begins.
 
 Invariant: a process enters the loop of the job with the weights and the optimizer state that it has loaded.
 """
@@ -37,13 +37,13 @@ class LoadedState:
         self._digests = self._digests_now()
 
     def copy(self, step: int) -> None:
-        """Before the script runs code again, copy the state of ``step`` that the loop restores, unless it is copied."""
+        """Before the script runs code again, copy the state of ``step`` for the loop, if there is no copy yet."""
         if not self._copied:
             self._copied = True
             self._adapter.begin(step)
 
     def begins_turn(self, step: int) -> None:
-        """Check the state of ``step`` at the begin of an epoch or phase in which the job has not opened a loop.
+        """Check the state of ``step`` at the start of an epoch or phase in which the job has not opened a loop.
 
         Raises:
             StepError: the code before this turn has written loaded tensors.
@@ -51,7 +51,9 @@ class LoadedState:
         self._check(step, "between the session's begin and this epoch")
 
     def opens_loop(self, step: int, *, again: bool) -> None:
-        """Restore what the code before the loop has changed in the state of ``step``, and check the rest of that state.
+        """Restore those values of the state of ``step`` that the code before the loop has changed.
+
+        Check the other values.
 
         Args:
             again: the job has opened this loop before, so the code before the loop has run again.

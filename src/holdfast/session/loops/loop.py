@@ -5,12 +5,12 @@ position of its feed. A process that starts again runs the script again. The loo
 seeks its position, and the loops before it yield nothing. When the job goes back without a restart, the open loop also
 seeks.
 
-A restarted process also runs the code between two loops again (a scheduler's step after an epoch), although the loaded
-state already includes the effect of that code. So learning rates, schedulers, buffers and the user's state are restored
-when the saved loop opens, as after an aborted block. If all ranks restart between two loops, or at a step before which
-the script ran code, that code runs again from copies of the state before it (``Adapter.remember``). A script may count
-the end of a loop from the current step (``until=s.step + N``). The place therefore holds the steps at which the loop
-began and ends, and a process that joins the loop later uses that end.
+A restarted process also repeats the code between two loops (a scheduler's step after an epoch). The loaded state
+already includes the effect of that code. So learning rates, schedulers, buffers and the user's state are restored
+when the saved loop opens, as after an aborted block. All ranks may restart between two loops, or at a step before
+which the script ran code. Then that code runs again, from copies of the state from before the code
+(``Adapter.remember``). A script may count the end of a loop from the current step (``until=s.step + N``). The place
+therefore holds the steps at which the loop began and ends, and a process that joins the loop later uses that end.
 
 Invariants:
 1. A step that runs again gets the same batch.
@@ -106,8 +106,8 @@ class _OpenLoader(NamedTuple):
     """The loader of the open loop.
 
     Attributes:
-        user: the loader that the script gave; None: the blocks draw their own batches.
-        batches: number of the loader's batches in a list (``Session.steps``); None: no lists.
+        user: the loader that the script gave; None if the blocks draw their own batches.
+        batches: number of the loader's batches in a list (``Session.steps``); None if there are no lists.
         refilled: the check that the loader does not write a batch into the tensors of an earlier batch. It is made at
             the first step that has several parts.
     """
@@ -128,13 +128,13 @@ class Loops:
         verify_data: compare the drawn batches with those that the earlier process drew.
 
     Attributes:
-        place: the place of the job: a dict with number (``loop``), data position (``at``), begin and end
-            (``bound``) of its loop, and the finished turns.
+        place: the place of the job: a dict with number (``loop``), data position (``at``), start and end (``bound``)
+            of its loop, and the finished turns.
         walk: the position of the script among its epochs and phases.
         local: the rank-local values of the last committed step.
         mine: the rank-local values that the script sets itself: ``Session.own`` and attached objects.
         loaded: the state that this process has loaded.
-        begun: feed for the next loop, from which a spare has drawn; None: the loop makes a feed.
+        begun: feed for the next loop, from which a spare has drawn; if None, the loop makes a feed.
     """
 
     def __init__(
@@ -243,7 +243,8 @@ class Loops:
         """Return an iterator over the steps of the next loop of the script.
 
         Args:
-            loader, epochs, until, batches: arguments of ``Session.steps``; None in ``epochs`` and ``until``: no limit.
+            loader, epochs, until, batches: arguments of ``Session.steps``; None in ``epochs`` and ``until`` means no
+                limit.
             after_block: the work after a block. The loop ends early when all ranks have agreed to leave.
             blocks: runs the blocks of the steps.
         """
@@ -287,7 +288,7 @@ class Loops:
             self.local = blocks.inputs.of_rank()
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
-            self._began = (self.place["at"], {"loader": feed.local_state()})
+            self._began = (self.place["at"], {**blocks.inputs.of_rank(), "loader": feed.local_state()})
             self._allow_rewind()
         self._adapter.remember(self._rank.step)  # this place includes what the code since the last loop did
         end, begun_at = self._bound[1], self._rank.step
@@ -321,7 +322,7 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """Record, when the script ends, that it does not return to the loop that it has left early, if there is one.
+        """When the script ends, record that it does not return to a loop that it has left early.
 
         A newcomer would still enter that loop.
         """
@@ -350,7 +351,7 @@ class Loops:
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
 
-        ``certain`` False: an exception may have ended the loop instead. Then do nothing if a fault is known.
+        If ``certain`` is False, an exception may have ended the loop instead. Then do nothing if a fault is known.
         """
         if certain or not (self._adapter.poisoned or self._rank.fenced):
             self.place["left"] = True
@@ -379,7 +380,7 @@ class Loops:
         self._rank.moved(ScriptEvent.LOOP_LEFT if left else ScriptEvent.LOOP_OVER)
 
     def require_whole(self) -> None:
-        """When the script calls the session again, check that it has not left its last loop in the middle of a step.
+        """When the script calls the session again, check that it did not leave its last loop in the middle of a step.
 
         Raises:
             StepError: the script has left a loop after an aborted block, so that the step would be missing; or a
@@ -428,7 +429,7 @@ class Loops:
             error.add_note(_NOTHING_DONE.format(self._rank.step))
 
     def _is_over(self, end: int | None) -> bool:
-        """Return whether the loop is over: at step ``end``, or left early in an epoch or phase that is not finished."""
+        """Return whether the loop is over: it has reached ``end``, or was left early in an unfinished turn."""
         return (end is not None and self._rank.step >= end) or self.place.get("left", False)
 
     def renew(self) -> None:
@@ -476,7 +477,7 @@ class Loops:
         self.mine.put()
 
     def _say_what_it_is(self) -> None:
-        """Write dataset, begin and end of the open loop, and those of the first loop, into the place of the job."""
+        """Write dataset, start and end of the open loop, and those of the first loop, into the place of the job."""
         if self.place["loop"] == 0:
             self._first = self._bound
         self.place.update(data=self._data, bound=self._bound, first=self._first, over=False)
@@ -494,9 +495,10 @@ class Loops:
         return bound
 
     def _compare(self, feed: Feed | None, loop: int) -> list[int | str] | None:
-        """Compare the dataset of this loop with other ranks and the checkpoint. Return its length and content digest.
+        """Compare the dataset of this loop with those of the other ranks and of the checkpoint.
 
-        None: they are not known. Raises: UsageError: another rank that shares the sampler has another dataset.
+        Return its length and digest. None if length and content digest are not known. Raises: UsageError: another
+        rank that shares the sampler has another dataset.
         """
         now = None if feed is None else feed.identity()
         if now is None:
@@ -575,7 +577,10 @@ class Loops:
                 )
 
     def _draw(self) -> bool:
-        """Draw the batches of this step, one for each rank whose work this rank does. Return False if none is left."""
+        """Draw the batches of this step, one for each rank whose work this rank does.
+
+        Return False if no batch is left.
+        """
         if self._drawn == self._rank.step:
             return True
         before = {} if self._feed is None else self._feed.place()
@@ -649,7 +654,7 @@ class Loops:
         if self._batches.spoiled(self._part):
             self._draw_again()
         step.batch = self._batches.give(self._part)
-        step.repeats = not self._batches.opaque(self._part)
+        step.uncopied = self._batches.uncopied(self._part)
         step.batches = len(step.batch) if isinstance(self._feed, AccumulatingFeed) else None
         if self._feed is not None:
             step.epoch, step.last_in_epoch = self._feed.epoch, self._feed.last_in_epoch
@@ -659,9 +664,10 @@ class Loops:
     # ------------------------------------------------------------------ in a step, and after it
 
     def entered(self, step: int) -> bytes | None:
-        """Record that the block of ``step`` has begun. Return rank-local values for the status page; None: unchanged.
+        """Record that the block of ``step`` has begun. Return rank-local values for the status page.
 
-        The values are ``Session.own``, the values of attached objects, the loader's state and the digests of batches.
+        The result is None if they are unchanged. The values are ``Session.own``, the values of attached objects, the
+        loader's state and the digests of batches.
         """
         if self.local.get("begun") == step:  # its aborted run may have changed these values
             self.mine.go_back(self.local)
@@ -679,7 +685,7 @@ class Loops:
         return self._feed is not None and self._feed.last_in_epoch
 
     def foresee(self, of_updates: Mapping[str, Plain]) -> bytes | None:
-        """Return, before the vote, the next step's rank-local values for the status page; None: unchanged.
+        """Return, before the vote, the next step's rank-local values for the status page; None if they are unchanged.
 
         A rank that is lost during the update can no longer report them.
 
@@ -696,9 +702,10 @@ class Loops:
         return self._payload(local) if local else None
 
     def taken_over(self) -> bytes | None:
-        """Return, for the status page, the rank-local values with which this process begins or goes back, if any.
+        """Return, for the status page, the rank-local values with which this process begins or goes back.
 
-        If this process is lost before its next block, its status page is the only source of these values.
+        The result is None if there are no values. If this process is lost before its next block, its status page is
+        the only source of these values.
         """
         self._told = b""
         local = dict(self.local)
@@ -707,7 +714,9 @@ class Loops:
         return self._payload(local) if local else None
 
     def note(self, of_updates: Mapping[str, Plain]) -> bytes | None:
-        """Set the place of the job after this step. Return rank-local values for the status page; None: unchanged.
+        """Set the place of the job after this step. Return rank-local values for the status page.
+
+        The result is None if they are unchanged.
 
         Args:
             of_updates: see :meth:`foresee`.
@@ -731,7 +740,7 @@ class Loops:
         """Record the changes that code after a committed block made to attached objects. They belong to that step.
 
         Args:
-            of_updates: rank-local values of the check of the updates; empty: they have not changed.
+            of_updates: rank-local values of the check of the updates; empty if they have not changed.
         """
         changed = dict(of_updates)
         attached = self.mine.attached()
@@ -744,7 +753,7 @@ class Loops:
     def digests_of(self, step: int) -> list[int]:
         """Return the digests of the batches that this rank has drawn for ``step``.
 
-        They are empty if they are not known, or if the loader gives plain numbers, which are no data.
+        The result is empty if the digests are not known, or if the loader gives plain numbers, which are not data.
         """
         record = self._proof.record
         if record is None or record["step"] != step or self._proof.numbered:
@@ -752,7 +761,7 @@ class Loops:
         return cast("list[int]", record["digests"])
 
     def _payload(self, local: Mapping[str, Plain]) -> bytes | None:
-        """Return ``local`` encoded for the status page; None: the page already has these values, or has no room."""
+        """Return ``local`` encoded for the status page; None if the page already has these values, or has no room."""
         if self._rank.client is None or self._local_too_large:
             return None
         payload = encode_values(local, "locals")

@@ -1,18 +1,18 @@
 """The ends of loops over steps: a loop must end at the same step on all ranks, even on a rank that joins it later.
 
-Theory. A script may count ``until`` from the current step (``until=s.step + 1000``, one loop per phase). A process that
-joins an open loop is at a later step than the other processes were when they opened it. Its ``until`` is then larger,
-and it would leave the loop later than they do. So the place of the job holds the *bound* of the loop: the steps at
-which the loop began and ends. A process of the same run uses this end if its own ``until`` is as far from its current
-step as the end is from the begin. Any other ``until`` means that the script counts its loops in another way, and that
-this is not the open loop.
+Theory. A script may count ``until`` from the current step (``until=s.step + 1000``, one loop per phase). A process
+that joins an open loop is at a later step than the other processes were when they opened it. Its ``until`` is then
+larger, and it would leave the loop later than they do. So the place of the job holds the *bound* of the loop: the
+steps at which the loop began and ends. A process of the same run uses this end if the distance from its current step
+to its own ``until`` equals the length of the loop. Any other ``until`` means that the script counts its loops in
+another way, and that this is not the open loop.
 
 A script may also resume as it did before Holdfast (``for epoch in range(s.step // steps_per_epoch, epochs)``), and
 leave out the finished loops. Loops are identified by their number. So the first loop of such a script would be taken
-for a finished one, and yield nothing. The code after it (an evaluation, a scheduler's step) would run in the middle of
-an epoch, and each further loop would be taken for the one before it. So the end of the script's first loop is compared
-with the bound of the job's first loop. In such a script this end is after the current step, but at another distance
-from it than the length of the job's first loop.
+for a finished one, and yield nothing. The code after this loop (an evaluation, a scheduler's step) would run in the
+middle of an epoch. Each further loop would be taken for the loop before it. So the end of the script's first loop is
+compared with the bound of the job's first loop. In such a script this end is after the current step, but at another
+distance from it than the length of the job's first loop.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def bound_of(
     *,
     counts_from_here: bool = False,
 ) -> Bound:
-    """Return the bound (steps of begin and end), in this process, of a loop that was open in the loaded state.
+    """Return the bound (steps of start and end), in this process, of a loop that was open in the loaded state.
 
     Args:
         loop: number of the loop in the script.
@@ -139,7 +139,7 @@ def compare_bounds(
 
     Args:
         loop: number of the loop in the script.
-        end: step at which the loop ends on this rank; None: it ends with its data.
+        end: step at which the loop ends on this rank; None if it ends with its data.
 
     Raises:
         UsageError: the loop ends at another step on this rank.

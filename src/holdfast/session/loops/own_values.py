@@ -32,7 +32,7 @@ class OwnValues:
     """The rank-local values that the script of this rank sets.
 
     Attributes:
-        own: the value of ``Session.own``, saved with the step that ends next; None: nothing.
+        own: the value of ``Session.own``, saved with the step that ends next; None if there are no values to save.
     """
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class OwnValues:
         self.own, self._by_script = value, True
 
     def at_vote(self) -> Plain:
-        """Return ``own`` at the vote of a block: what a rank leaves that is lost before the end of the block."""
+        """Return ``own`` at the vote of a block: its value if this rank is lost before the end of the block."""
         if self._by_script and self._at_vote is not None:
             self._at_vote = [copy.deepcopy(self.own)]
         return self.own
 
     def warn_if_late(self) -> None:
-        """Warn, once, if the block that has ended has set ``own`` after its vote."""
+        """Warn once if the block has set ``own`` after its vote. Call this when the block has ended."""
         if self._at_vote and self._at_vote != [self.own]:
             self._at_vote = None
             log.warning(

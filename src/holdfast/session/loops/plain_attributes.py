@@ -148,7 +148,7 @@ def _fill(
     """Write the copied values ``kept`` to the dict ``into``, which may be the ``__dict__`` of an object.
 
     Args:
-        factory: the factory of a ``defaultdict``, which makes a missing container or object; None: there is none.
+        factory: the factory of a ``defaultdict``, which makes a missing container or object; None if there is none.
         place: returns the path of a key, for errors.
         all_of_it: remove all other keys from ``into``.
     """

@@ -65,7 +65,7 @@ class ReplicaStateCheck:
 
     Args:
         adapter: the framework.
-        client: the connection to the agent; None: nothing is compared.
+        client: the connection to the agent; if None, nothing is compared.
         state: the user's state by name. An item with a true attribute ``may_differ`` is left out.
     """
 
@@ -84,7 +84,7 @@ class ReplicaStateCheck:
         After its second committed step, rank 0 compares the digests of all ranks.
 
         Args:
-            drawn: digests of the batches of the step; empty: they are not known.
+            drawn: digests of the batches of the step; empty if they are not known.
         """
         client, adapter = self._peers, self._adapter
         if client is None or client.generation == self._compared:
@@ -196,7 +196,9 @@ def _together(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def all_alike(drawn: Sequence[Sequence[int]]) -> int:
-    """Return the number of model replicas if all have drawn the same batches; 0: they have not, or it is not known.
+    """Return the number of model replicas if all have drawn the same batches.
+
+    The result is 0 if they have not, or if it is not known.
 
     Args:
         drawn: for each rank, the number of its replica, followed by the digests of its batches of one step. A digest

@@ -30,8 +30,9 @@ def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> boo
 
     Args:
         caller: the frame that calls a method of the session.
-        entered_by: the frame that has entered the session, and the offset of its instruction at that time; None: not
-            known. The result is False if it is not known, or if that frame is not among the callers of ``caller``.
+        entered_by: the frame that has entered the session, and the offset of its instruction at that time; None if
+            this is not known. The result is False if it is not known, or if that frame is not among the callers of
+            ``caller``.
     """
     if entered_by is None:
         return False
@@ -50,7 +51,10 @@ def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> boo
 
 
 def counter_around(caller: FrameType) -> str:
-    """Return the name in ``COUNTERS`` whose call has the current call of ``caller`` in its arguments; empty: none."""
+    """Return the name in ``COUNTERS`` whose call has the current call of ``caller`` in its arguments.
+
+    The result is empty if there is none.
+    """
     code = list(dis.get_instructions(caller.f_code))
     begun = [each for each in code if each.offset <= caller.f_lasti]
     first, last = _extent(begun[-1])  # the call itself: ``f_lasti`` may also be in a cache entry after it
@@ -59,7 +63,9 @@ def counter_around(caller: FrameType) -> str:
 
 
 def leaves(caller: FrameType) -> bool:
-    """Return True if ``break`` or ``return`` ends a loop over a generator; False: an exception ends it, or not known.
+    """Return True if ``break`` or ``return`` ends a loop over a generator.
+
+    The result is False if an exception ends it, or if it is not known.
 
     Args:
         caller: the frame with the loop, which is now closing the generator.
@@ -82,14 +88,16 @@ class Helper(NamedTuple):
     numbers: Mapping[str, int]
 
     def has_counted(self, first: int, turns: int, steps: int) -> str:
-        """Return, in words, the variable with which this generator has counted the turns of its loop; empty: none.
+        """Return, in words, the variable with which this generator has counted the turns of its loop.
 
-        The text also names the variable with the limit of the count, and the place of the generator. A block that runs
-        again takes another turn of the loop, so a generator that counts turns ends the loop before the last step.
+        The result is empty if there is none. The text also names the variable that holds the limit of the count, and
+        the place of the generator. A block that runs again takes one more turn of the loop. So a generator that counts
+        turns ends the loop before the last step.
 
         Args:
             first: step at which this process began the loop.
-            turns, steps: turns that the loop has taken in this process, and steps that they have committed.
+            turns: turns that the loop has taken in this process.
+            steps: steps that this process has committed in the loop.
         """
         if turns == steps:
             return ""
@@ -105,10 +113,10 @@ class Helper(NamedTuple):
 
 
 def helper(caller: FrameType) -> Helper | None:
-    """Return the generator of the script that now asks for a step, if ``caller`` is the frame of one.
+    """Return the generator of the script that now asks for a step, if ``caller`` is the frame of such a generator.
 
-    None: ``caller`` is no generator, or its code uses ``committed`` or ``number`` of a step, so that it can count steps
-    instead of turns.
+    The result is None if ``caller`` is not a generator, or its code uses ``committed`` or ``number`` of a step, so
+    that it can count steps instead of turns.
     """
     code = caller.f_code
     if not code.co_flags & inspect.CO_GENERATOR or not {"committed", "number"}.isdisjoint(code.co_names):

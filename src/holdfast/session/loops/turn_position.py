@@ -60,8 +60,8 @@ class ScriptPart:
         kind: ``epochs``, or ``phase`` with its name.
         turns: total number of turns of the part.
         done: number of turns that the whole job has finished.
-        planned: total number of turns of this part in the loaded state: what the script had asked for before the job
-            was started again. It equals ``turns`` if the loaded state has no such part, or if the part is over.
+        planned: total number of turns of this part in the loaded state, as the script gave it before the job was
+            started again. It equals ``turns`` if the loaded state has no such part, or if the part is over.
         closed: the script has left the part, by ``break`` or an exception.
         slot: the slot of the open turn; None between two turns.
     """
@@ -111,13 +111,13 @@ class TurnPosition:
         return self._passed
 
     def stand_at(self, record: Mapping[str, Any] | None) -> None:
-        """Take over :attr:`record` from the loaded state; None: the job had no parts."""
+        """Take over :attr:`record` from the loaded state; None if the job had no parts."""
         record = record or {}
         self._record = dict(record.get("parts", {}))
         self._passed = int(record.get("passed", 0))
 
     def missing(self, loop: int) -> str:
-        """Return the name of a part or loop that the job has reached and this script has not; empty: there is none.
+        """Return the name of a part or loop that the job has reached and this script has not; empty if there is none.
 
         Args:
             loop: number of the newest loop over steps that the job has opened.
@@ -144,12 +144,12 @@ class TurnPosition:
 
     @property
     def epoch(self) -> int | None:
-        """Number of the innermost open epoch; None: there is none."""
+        """Number of the innermost open epoch; None if there is none."""
         return next((part.done for part in reversed(self._open) if part.kind == "epochs"), None)
 
     @property
     def begun_at(self) -> int:
-        """The step at which the job has begun the innermost open turn; 0: no turn is open."""
+        """The step at which the job has begun the innermost open turn; 0 if no turn is open."""
         return int(self._record[self._open[-1].way]["step"]) if self._open else 0
 
     @property

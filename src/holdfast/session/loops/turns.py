@@ -97,7 +97,7 @@ class Turns:
         self._pass_over()
 
     def _compare_with_plan(self, part: ScriptPart, turns: int) -> None:
-        """Check that the script names no smaller number of turns than the job had before this start.
+        """Check that the number of turns in the script is not smaller than before this start of the job.
 
         Raises:
             UsageError: the script seems to count only the epochs that are left.
@@ -144,7 +144,7 @@ class Turns:
         rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
-        """If the job has opened a later loop, note that the effect of the code before that loop must be undone."""
+        """If the job has opened a later loop, note that the effects of the code before that loop must be undone."""
         if self._has_opened_loop():
             self._loops.pass_over()
 

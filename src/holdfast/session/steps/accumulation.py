@@ -35,7 +35,7 @@ def checked_count(batches: int | None, loader: Any) -> int | None:
     """Return the argument ``batches`` of ``Session.steps``.
 
     Raises:
-        UsageError: ``batches`` is not None, and is no positive int or is given without a loader.
+        UsageError: ``batches`` is not None, and is not a positive int or is given without a loader.
     """
     if batches is None:
         return None
@@ -129,11 +129,11 @@ class AccumulatingFeed:
         self._feed.seek(place, local)
 
     def local_state(self) -> Plain:
-        """Return the part of the position that only this rank knows; None: there is no such part."""
+        """Return the part of the position that only this rank knows; None if there is no such part."""
         return self._feed.local_state()
 
     def identity(self) -> DataIdentity | None:
-        """Return the identity of the dataset; None: it is not known."""
+        """Return the identity of the dataset; None if it is not known."""
         return self._feed.identity()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from holdfast.frameworks.common.optional_abilities import MarksTensors
 
 
 class _Given(NamedTuple):
-    """A tensor that a block was given, its place in the batch, and its mark at that time: writes change the mark."""
+    """A tensor given to a block, its place in the batch, and its mark at that time. A write changes the mark."""
 
     place: Place
     tensor: Any
@@ -49,7 +49,8 @@ class Batches:
         self._tensors = adapter if isinstance(adapter, MarksTensors) else None
         self._drawn: Sequence[Any] = (None,)
         self._given: dict[int, list[_Given]] = {}  # by index of the block in its step
-        self._opaque: set[int] = set()  # blocks whose batch has other objects than containers and tensors
+        # Blocks whose batch has an object that cannot be copied, with the class of that object.
+        self._uncopied: dict[int, str] = {}
         self._written: dict[Place, bool] = {}  # True: a block has written into the tensor at this place
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class Batches:
         self._set((None,))
 
     def _set(self, drawn: Sequence[Any]) -> None:
-        self._drawn, self._given, self._opaque = drawn, {}, set()
+        self._drawn, self._given, self._uncopied = drawn, {}, {}
 
     def give(self, part: int) -> Any:
         """Return the batch for block ``part`` of the step. Tensors into which the block may write are copies."""
@@ -81,7 +82,7 @@ class Batches:
             if self._tensors is None:
                 return value
             if self._tensors.mark(value) is None:
-                self._opaque.add(part)
+                self._uncopied.setdefault(part, f"{type(value).__module__}.{type(value).__qualname__}")
                 return value
             own = self._written.get(place, True)
             handed = self._tensors.duplicate(value) if own else value
@@ -92,15 +93,15 @@ class Batches:
         self._given[part] = given
         return batch
 
-    def opaque(self, part: int) -> bool:
-        """Return whether the batch last given to block ``part`` holds objects that cannot be copied."""
-        return part in self._opaque
+    def uncopied(self, part: int) -> str:
+        """Return the class of an object that cannot be copied, from the batch last given to block ``part``; or ""."""
+        return self._uncopied.get(part, "")
 
     def spoiled(self, part: int) -> bool:
         """Return whether the batch of block ``part`` was given before, and the loader's data in it may have changed."""
         self._learn(ended=False)
         before = self._given.get(part, ())
-        return part in self._opaque or any(not g.own and self._has_changed(g) for g in before)
+        return part in self._uncopied or any(not g.own and self._has_changed(g) for g in before)
 
     def again(self, drawn: Sequence[Any]) -> None:
         """Replace the batches of this step by ``drawn``, which the loader has drawn again for the same step.

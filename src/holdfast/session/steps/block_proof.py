@@ -10,8 +10,8 @@ compared with the run for the job. The results (gradients, buffers, declared sta
 differ, two more check runs use deterministic algorithms. Kernels that add in any order then give equal results. An
 impure block still gives different results, and is refused before it has made an update.
 
-The script's variables on which the updates depend are compared as well, because a difference between them may change
-the results only at a later step (an array of past losses).
+The script's variables on which the updates depend are also compared. A difference between them may change the results
+only at a later step (an array of past losses).
 
 The collectives that the script itself makes also count as results. In a check run they return local data. A script
 that keeps such a value for later blocks would compute with wrong data. If each block makes the collective, and only the
@@ -81,7 +81,7 @@ class Prover:
 
     Args:
         adapter: the framework. If it cannot digest the results of a block, nothing is checked.
-        every: steps between two checks; 0: none.
+        every: steps between two checks; 0 means no checks.
         world_size: ranks of the job.
         deciding: the check of the script's variables on which the updates depend.
     """
@@ -103,7 +103,7 @@ class Prover:
         self._variables: dict[int, _Variables] = {}  # at the start of each run, by its index
         # Counts of the script that have grown in a check: its step, and their values at the start of its second run.
         self._grown: tuple[int, Mapping[str, int | str]] = (-1, {})
-        self._told: set[str] = set()  # variables that count runs
+        self._told: set[str] = set()  # variables that count runs, and classes that cannot be copied
         # The exception of a second run after a first one without: its step and class.
         self._second: tuple[int, type[BaseException]] | None = None
 
@@ -162,7 +162,7 @@ class Prover:
             self._add(step, adapter, Proof(self._found, computed, self._deciding.numbers()))
 
     def _refuse_set_once(self, step: Step) -> None:
-        """Raise ImpureBlockError if the block sets a variable once, from what a collective has returned."""
+        """Raise ImpureBlockError if the block sets a variable once, from the result of a collective."""
         if names := sorted(name for name, summed in self._deciding.set_once.items() if summed):
             raise ImpureBlockError(
                 f"step {step.number}: the block sets {', '.join(names[:_TOLD_MAX])} once, from a collective, and its "
@@ -197,9 +197,9 @@ class Prover:
     def explains(self, step: Step, error: BaseException) -> ImpureBlockError | None:
         """Return the error to raise in place of ``error`` if values that an earlier run has left explain ``error``.
 
-        That is so if the first run of the block ended without an exception, and the second run and the run for the job
-        with one of the same class. Missing data of peers cannot explain this. None: ``error`` is not of this kind, or
-        is an error of Holdfast, which names its own cause.
+        This is the case if the first run of the block ended without an exception, but the second run and the run for
+        the job ended with exceptions of the same class. Missing data of peers cannot explain this. The result is None
+        in all other cases, and if ``error`` is an error of Holdfast, which names its own cause.
 
         Args:
             step: the step whose run for the job has ended.
@@ -224,9 +224,10 @@ class Prover:
             return None
         if self._step != step.number:
             self._step, self._proofs, self._variables = step.number, [], {}
-        if not step.repeats:
-            return None
         due = self._first or step.number % self._every == self._every - 1
+        if due and step.uncopied:
+            self._tell_uncopied(step)
+            return None
         return self._adapter if due else None
 
     def _add(self, step: Step, adapter: ProvesBlocks, proof: Proof | None) -> None:
@@ -242,6 +243,18 @@ class Prover:
 
     def _passed(self, step: Step) -> None:
         self._checked, self._first = step.number, False
+
+    def _tell_uncopied(self, step: Step) -> None:
+        """Warn once of a batch that cannot be given to a second run of its block, so that the block is not checked."""
+        if step.uncopied in self._told:
+            return
+        self._told.add(step.uncopied)
+        log.warning(
+            "holdfast: step %d: the block is not checked: its batch holds an object of class %s, which cannot be "
+            "copied for another run; give it as a dict, a dataclass or tensors, or write session(verify_block=0)",
+            step.number,
+            step.uncopied,
+        )
 
     def _tell_counters(self) -> None:
         """Warn of variables and generators that advance with each run: code after the update may use them.
@@ -323,7 +336,10 @@ def _finds(changed: Sequence[str]) -> str:
 
 
 def difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
-    """Return, as text, the first name whose two digests differ and the number of further ones; empty: all are equal."""
+    """Return a text with the first name whose two digests differ, and the number of further names.
+
+    The result is empty if all are equal.
+    """
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     if not names:
         return ""
@@ -337,7 +353,7 @@ class _Variables(NamedTuple):
         plain: bools, numbers and strings by name, including attributes of ``self``.
         inner: bools, numbers and strings in attributes of other objects, by ``name.attribute``: for example the
             position in a loader class of the script.
-        drawing: positions of iterators and random generators by name; empty: not known.
+        drawing: positions of iterators and random generators by name; empty if they are not known.
     """
 
     plain: Mapping[str, object]
@@ -381,7 +397,7 @@ def _is_ours(value: object) -> bool:
 
 
 def _grown(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> dict[str, int | str]:
-    """Return the counts that are larger in ``after``, and the generators that have advanced, with their new values."""
+    """Return the counts that are larger in ``after`` and the generators that have advanced, each with its new value."""
     return {name: value for name, value in after.items() if name in before and _advanced(before[name], value)}
 
 
@@ -392,7 +408,9 @@ def _advanced(before: int | str, after: int | str) -> bool:
 
 
 def _changed(before: _Variables, after: _Variables, deciding: Container[str], of_model: Sequence[str]) -> str:
-    """Return a text with the possible causes of different results: changed variables, and all iterators; empty: none.
+    """Return a text with the possible causes of different results: changed variables, and all iterators.
+
+    The result is empty if there are none.
 
     Args:
         before, after: the variables at the starts of two runs of the block.

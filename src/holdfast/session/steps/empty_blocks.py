@@ -37,8 +37,8 @@ class EmptyBlocks:
     def add(self, number: int, *, stepped: bool, place: str) -> None:
         """Count the committed block of step ``number``, which changed no weight, at the line ``place`` of the script.
 
-        If the block does not follow the last one, because this process began with it or went back to it, the count
-        begins again.
+        If the block does not follow the last counted block, because this process began here or went back to an
+        earlier step, the count begins again.
         """
         if number != self._first + self._count:
             self._first, self._count = number, 0
@@ -50,8 +50,8 @@ class EmptyBlocks:
         """Raise an error if too many blocks in a row have changed no weight.
 
         Args:
-            ended: the training ends here. If the blocks then began with step 0, one block is too many. In all other
-                cases ``BLOCKS_MAX`` blocks are too many.
+            ended: the training ends here. Then one block is too many if the counted blocks began with step 0. In all
+                other cases ``BLOCKS_MAX`` blocks are too many.
 
         Raises:
             StepError: too many blocks were counted.

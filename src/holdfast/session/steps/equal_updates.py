@@ -1,17 +1,18 @@
 """The check that a replacement makes the same updates as the other ranks.
 
-Theory. A script may decide by variables of its own whether a block makes an update ("three blocks since the last one"),
-or with which learning rate. The ranks decide alike because their variables are equal. A replacement begins with the
-variables of a start, so it may decide otherwise. If ranks hold copies of the weights (DDP), the comparison of the
-copies shows this afterwards. If they hold shards (FSDP), nothing shows it. So each ballot identifies the optimizers
-that step and their scheduled numbers, and the tally shows whether they are equal on all ranks. In some jobs the ranks
-have different tasks, and their updates differ from the first steps on. A rank that has seen such a vote sets ``uneven``
-in its ballots. In this job a difference is then no evidence of an error.
+Theory. A script may use variables of its own to decide whether a block makes an update ("three blocks since the last
+one"), or to set the learning rate. The ranks decide alike because their variables are equal. A replacement begins
+with the initial values of these variables, so it may decide otherwise. If ranks hold copies of the weights (DDP), the
+comparison of the copies shows this afterwards. If they hold shards (FSDP), nothing shows it. So each ballot
+identifies the optimizers that step and their scheduled numbers, and the tally shows whether they are equal on all
+ranks. In some jobs the ranks have different tasks, and their updates differ from the first steps on. A rank that has
+seen such a vote sets ``uneven`` in its ballots. In this job a difference is then no evidence of an error.
 
-The ballot of a step lacks an optimizer that steps after the vote, so the next ballot repeats the comparison with it. If
-that shows a difference, the update is already made, and no rank saves the state any more.
+An optimizer that steps after the vote is missing in the ballot of the step, so the next ballot repeats the comparison
+and includes it. If the repeated comparison shows a difference, the update has already been made, and no rank saves
+the state any more.
 
-The text of the error has the difference (``update_differences.py``).
+The text of the error describes the difference (``update_differences.py``).
 
 The variables that a search in the script's source finds are compared in the same votes (``update_variables.py``).
 
@@ -42,7 +43,7 @@ class _Updates(NamedTuple):
 
     Attributes:
         settings: the scheduled settings of each optimizer that has stepped, by the name of the update.
-        number: identifies the updates, below STEP_MODULUS; 0: they are not compared.
+        number: identifies the updates, below STEP_MODULUS; 0 if they are not compared.
     """
 
     step: int
@@ -56,7 +57,8 @@ class EqualUpdates:
     Args:
         rank: number of this rank. Rank 0 warns.
         source: the adapter, if it can describe updates.
-        client: the connection to the agent, over which an error gets the updates of another rank; None: no agent.
+        client: the connection to the agent, over which an error gets the updates of another rank; None if there is no
+            agent.
         scaled: a gradient scaler may leave out an update on this rank alone.
         searches: look for variables on which the updates depend.
 
@@ -93,7 +95,7 @@ class EqualUpdates:
         self.variables.opens()
 
     def joins(self) -> None:
-        """Record that this process replaces a lost one."""
+        """Record that this process replaces a lost process."""
         self._replaces = True
 
     def steps(self, optimizer: str, within: str) -> None:
@@ -127,7 +129,7 @@ class EqualUpdates:
         )
 
     def read(self, tally: Tally, step: int) -> None:
-        """Remember a difference between the updates of ranks that is not refused.
+        """Record a difference between the updates of the ranks, if this difference is allowed.
 
         Raises:
             StepError: the difference comes from a replacement. No rank makes the update of the vote.
@@ -153,10 +155,10 @@ class EqualUpdates:
             self.variables.voted(mixed=tally.mixed)
 
     def committed(self, *, ended: bool) -> None:
-        """Record that the step of the newest vote, whose block has just ended, is committed.
+        """Record that the step of the newest vote is committed. Its block has just ended.
 
         Args:
-            ended: an epoch has ended with it.
+            ended: an epoch has ended with this step.
         """
         voted = self._voted
         late = len(self._made) > len(voted.settings)
@@ -164,7 +166,10 @@ class EqualUpdates:
         self.variables.committed(ended=ended)
 
     def _number(self) -> int:
-        """Return a number from 1 to STEP_MODULUS - 1 that identifies the updates of the block; 0: not compared."""
+        """Return a number from 1 to STEP_MODULUS - 1 that identifies the updates of the block.
+
+        The result is 0 if they are not compared.
+        """
         if self._scaled and not self._made:
             return 0
         parts: list[bytes] = []

@@ -1,13 +1,14 @@
 """The checks of the next block after a block whose run did not count: a fault aborted it, or an exception ended it.
 
-Theory. An exception ends the script, and so the step would be missing if the script caught it and continued.
+Theory. An exception may leave a block. If the script catches this exception and continues, the step of the block is
+missing.
 
-A fault aborts the open block. The state from the start of the block is restored, which includes the effect of
-the code before it, and the loop gives the same step again. So the script runs the code before the block a second time.
-A learning rate that is computed from the number of the step keeps its value. A schedule that the code moves would move
-twice, on all ranks alike, so that no comparison of the ranks would show it. Code that runs at every step is checked
-with the first block (``block_proof.py``). Code that runs at some steps only (``if step.number % 500 == 0:``) is checked
-here, after each fault.
+A fault aborts the open block. The state from the start of the block is restored. It includes the effect of the code
+before the block. Then the loop gives the same step again. So the script runs the code before the block a second time.
+A learning rate that is computed from the number of the step keeps its value. A schedule that the code moves would
+move twice. This would happen on all ranks, so no comparison of the ranks would show it. Code that runs at every step
+is checked with the first block (``block_proof.py``). Code that runs at some steps only (``if step.number % 500 ==
+0:``) is checked here, after each fault.
 
 Invariant: a block begins again with the state with which its aborted run began.
 """

@@ -1,10 +1,10 @@
 """The check for gradients with inf or nan, and the protection of the last checkpoint before an update with them.
 
 Theory. A loss that is not finite has gradients that are not finite. One update with such gradients ruins the weights
-for good. So each rank checks its gradients before the vote, and the vote carries the result to all ranks. All ranks
-then act in the same way: they stop before the update, leave out the update, or warn. Every checkpoint after the first
-such update is affected. Therefore the newest checkpoint before that update is kept, even if the retention policy would
-remove it. A gradient scaler acts earlier: an update that the scaler leaves out is not checked.
+permanently. So each rank checks its gradients before the vote, and the vote carries the result to all ranks. All
+ranks then act in the same way: they stop before the update, leave out the update, or warn. Every checkpoint after the
+first such update is affected. Therefore the newest checkpoint before that update is kept, even if the retention
+policy would remove it. A gradient scaler acts earlier: an update that the scaler leaves out is not checked.
 
 Invariants:
 1. All ranks of a job take the same action at a step.
@@ -34,7 +34,7 @@ KEY = "nonfinite_step"
 
 
 def checked_mode(value: object) -> NonFinite:
-    """Return the argument ``nonfinite`` of a session after a check. Raises: UsageError: it is no known mode."""
+    """Return the argument ``nonfinite`` of a session after a check. Raises: UsageError: it is not a known mode."""
     for mode in get_args(NonFinite):
         if value == mode:
             return mode  # type: ignore[no-any-return]
@@ -52,7 +52,7 @@ class NonfiniteCheck:
         mode: the action: ``stop``, ``skip``, ``warn`` or ``ignore``.
 
     Attributes:
-        since: the first step whose update used gradients with inf or nan; -1: none did.
+        since: the first step whose update used gradients with inf or nan; -1 if none did.
     """
 
     def __init__(self, adapter: GroupAdapter, mode: NonFinite) -> None:
@@ -80,7 +80,7 @@ class NonfiniteCheck:
         return bool(found)
 
     def look_within(self, optimizer: str) -> bool:
-        """Return the result of the check for an update inside ``step.update(name)``, which is made before the vote.
+        """Return the result of the check for an update inside ``step.update(name)``. This update comes before the vote.
 
         Raises:
             UnsupportedError: the mode is ``skip``, which needs the vote before the update.
@@ -94,7 +94,7 @@ class NonfiniteCheck:
         return self.end()
 
     def read(self, tally: Tally) -> Tally:
-        """Return ``tally``. In mode ``stop``, mark it as not passed if gradients of any rank hold inf or nan."""
+        """Return ``tally``. In mode ``stop``, mark the tally as not passed if gradients of any rank hold inf or nan."""
         if not tally.nonfinite or self._mode != "stop":
             return tally
         return msgspec.structs.replace(tally, passed=False, reason="gradients hold inf or nan")
@@ -102,7 +102,8 @@ class NonfiniteCheck:
     def is_unsure(self, tally: Tally) -> bool:
         """Return whether the other ranks may leave out the update of a step whose vote broke on this rank.
 
-        This is so in mode ``skip``: another rank may have found inf or nan, and this rank did not receive the result.
+        They may do this in mode ``skip``: another rank may have found inf or nan, and this rank did not receive the
+        result.
         """
         return self._mode == "skip" and self._gradients is not None and not tally.nonfinite
 
@@ -151,7 +152,7 @@ class NonfiniteCheck:
             )
 
     def values(self) -> dict[str, int]:
-        """Return :attr:`since` under ``KEY``, for a checkpoint; empty: no update used gradients with inf or nan."""
+        """Return :attr:`since` under ``KEY``, for a checkpoint; empty if no update used gradients with inf or nan."""
         return {KEY: self.since} if self.since >= 0 else {}
 
     def keeps(self, policy: KeepPolicy) -> KeepPolicy:

@@ -1,4 +1,4 @@
-"""The task thread of a rank, which carries out the orders of a decision when the rank's state machine commands it.
+"""The task thread of a rank. It carries out the orders of a decision when the rank's state machine commands it.
 
 Theory. The state machine of the rank (``core/worker/worker_machine.py``) is called *the machine* here. It keeps an
 order until the conditions of the order hold (``core/worker/decision_orders.py``), and then returns a command. A
@@ -66,10 +66,10 @@ class OrderTasks:
         self._copying = threading.Lock()
 
     def copy(self, make: Callable[[], None]) -> bool:
-        """Call ``make``, which copies the state that a tentative update of an open block is about to change.
+        """Call ``make``, a function that copies the state which a tentative update of an open block is about to change.
 
-        An order reads the state itself where there is no copy, and may read it for seconds. So under a fence
-        nothing is copied, and the update must not be made.
+        An order reads the state itself if there is no copy, and may take seconds to read it. So under a fence
+        ``make`` is not called, and the update must not be made.
 
         Returns:
             False under a fence.

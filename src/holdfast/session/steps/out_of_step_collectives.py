@@ -11,9 +11,10 @@ A barrier returns no data. So the newcomer may pass it alone if the lost rank ha
 block: no other rank waits in the barrier then. Where the code runs for the first time, a barrier is guarded like other
 collectives. Otherwise a survivor that has not got the step from its loop yet would later wait in that barrier for ever.
 
-After a newcomer has joined, code after a block may make collectives that depend on variables which the newcomer does
-not have (a count of ticks). No rank sees this alone, so each rank records its collectives outside of blocks. The
-controller compares the records after a fault (``core/decide/unmatched_collectives.py``).
+After a newcomer has joined, code after a block may make collectives under conditions. A condition may depend on a
+variable that the newcomer does not have (a count of ticks). No rank sees this alone, so each rank records its
+collectives outside of blocks. The controller compares the records after a fault
+(``core/decide/unmatched_collectives.py``).
 
 A framework that drives the loop (a Trainer) may make collectives during its setup, because they give the same results
 at each start. The integration of such a framework also restores the framework's own position.

@@ -77,7 +77,7 @@ NO_MEMBER = MemberId(0)
 
 
 class StepParticipant:
-    """One rank's side of the step protocol: it executes what the rank's state machine commands.
+    """One rank's side of the step protocol: it executes the commands of the rank's state machine.
 
     Args:
         adapter: the framework, which breaks and rebuilds collectives.
@@ -87,7 +87,7 @@ class StepParticipant:
         machine: the state machine of the step, which only this object changes.
         script: the position of the script. Call its methods with the lock held.
         changed: the lock, a condition that is notified after each change.
-        exit_source: name of the signal or file that asks this rank to leave; empty: none.
+        exit_source: name of the signal or file that asks this rank to leave; empty if there is none.
         orphaned: launcher and agent are gone. released: all ranks have finished.
         catalogue_version, layouts: the newest known layouts of all ranks, by rank, and their version.
         timer: the times of the open block.
@@ -151,7 +151,7 @@ class StepParticipant:
         return NO_MEMBER if self.client is None else self.client.member_id
 
     def take_place(self, generation: Generation) -> None:
-        """Make this process, a spare that was called, a newcomer that starts in ``generation``."""
+        """Make this process, a called spare, a newcomer that starts in ``generation``."""
         with self.changed:
             self._worker.take_place(self.member_id, generation)
             self.machine = self._worker.steps
@@ -183,9 +183,7 @@ class StepParticipant:
             )
 
     def fault_seen(self, what: str) -> None:
-        """Report that a collective broke with error ``what``. The controller waits for a death that explains
-        the fault.
-        """
+        """Report that a collective broke with error ``what``. The controller waits for a death that explains this."""
         with self.changed:
             if not self.fenced:
                 self._tell_fault(self.machine.generation, what)
@@ -198,7 +196,7 @@ class StepParticipant:
             )
 
     def freed(self) -> None:
-        """If fenced, write to the status page, once, the time at which this process was out of its collectives."""
+        """If this rank is fenced, write once to the status page when this process had left its collectives."""
         if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
             self.client.page[Word.FREED_NS] = time.monotonic_ns()
 
@@ -221,7 +219,7 @@ class StepParticipant:
     def _advanced(self, event: ScriptEvent | None = None) -> None:
         """Wake all waiting threads after a change of the step or script. If the rank is fenced, report the change.
 
-        The caller holds the lock. Hot path. ``event``: the event of the script; None: the step has changed.
+        The caller holds the lock. Hot path. ``event``: the event of the script; None if the step has changed.
         """
         self.changed.notify_all()
         if self.machine.fenced is not None:
@@ -346,7 +344,7 @@ class StepParticipant:
             self.client.page.enter(phase, self.machine.step)
 
     def announce(self, section: str) -> None:
-        """Show on the status page that a section begins, in which a long time without progress is no hang."""
+        """Show on the status page that a section begins. In a section, a long time without progress is not a hang."""
         if self.client is not None:
             self.client.page.announce(section)
             if not self.fenced:
@@ -374,7 +372,7 @@ class StepParticipant:
             return entered
 
     def computed(self, at_ns: int) -> None:
-        """Write to the status page how long this block has computed its gradients, without waits for other ranks.
+        """Write to the status page how long this block took to compute its gradients, less its waits for other ranks.
 
         Args:
             at_ns: CLOCK_MONOTONIC, in nanoseconds, when the gradients were complete.
@@ -408,7 +406,10 @@ class StepParticipant:
             return state
 
     def note_local(self, payload: bytes | None, step: int) -> None:
-        """Write ``payload``, encoded rank-local values of ``step``, to the status page. None: leave it unchanged."""
+        """Write ``payload``, encoded rank-local values of ``step``, to the status page.
+
+        None leaves the page unchanged.
+        """
         if self.client is not None and payload is not None:
             self.client.page.write_local(step, payload)
 
@@ -416,7 +417,8 @@ class StepParticipant:
         """Commit step s (UPDATING(s) -> READY(s+1)).
 
         Args:
-            payload: encoded rank-local values of step s+1, first written to the status page; None: unchanged.
+            payload: encoded rank-local values of step s+1, first written to the status page; None leaves the page
+                unchanged.
         """
         page = None if self.client is None else self.client.page
         self.note_local(payload, self.step + 1)
@@ -528,7 +530,7 @@ class StepParticipant:
     def take_step(self) -> bool:
         """Record that the script takes the next step. If a recovery came first, wait for its end and return False.
 
-        The next step may then be another one.
+        The next step may then have another number.
         """
         with self.changed:
             if not self.fenced:
@@ -553,7 +555,7 @@ class StepParticipant:
         """Wait until an order or a kill ends this process, while other threads serve its state.
 
         Args:
-            phase: the phase to show on the status page; None: unchanged.
+            phase: the phase to show on the status page; None leaves the phase unchanged.
         """
         if phase is not None:
             self.enter(phase)

@@ -24,7 +24,10 @@ class Pause:
             rank.client.on(HoldOver, self._take)
 
     def _take(self, message: HoldOrder | HoldOver) -> None:
-        """Handle the controller's order to request a stop, or its message that the stop is over (client thread)."""
+        """Handle an order of the controller: that this rank requests a stop, or that a stop is over.
+
+        The client thread calls this method.
+        """
         with self._rank.changed:
             self._machine.handle(message)
             self._rank.changed.notify_all()

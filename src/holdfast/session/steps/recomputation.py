@@ -49,7 +49,7 @@ class Recomputation:
 
     Args:
         adapter: the framework.
-        every: steps between two checks; 0: none.
+        every: steps between two checks; 0 means no checks.
         batch_of: returns the batch that a model replica (by number) draws for the open step. Raises LookupError if
             the batch is not known.
 
@@ -115,8 +115,8 @@ class Recomputation:
         """Compare the results of all ranks when the block begins its run for the job.
 
         Returns:
-            True if the block may run. False: another rank computes wrong gradients, and this rank must wait until that
-            rank is replaced.
+            True if the block may run. False if another rank computes wrong gradients: this rank must then wait until
+            that rank is replaced.
 
         Raises:
             PeerLost: a rank is lost.
@@ -149,7 +149,7 @@ class Recomputation:
         return True
 
     def _begin(self, step: Step, others: ForeignBlocks, offset: int) -> bool:
-        if self._muted or not step.repeats:
+        if self._muted or step.uncopied:
             return False
         copy = owner_of(others.copy, offset, others.numbers)
         batch = step.batch

@@ -47,7 +47,7 @@ class Verifier:
         rank: protocol state of this rank.
         adapter: the framework.
         votes: casts the votes of this rank.
-        every: number of steps in which all of the state is compared once; 0: never.
+        every: number of steps in which all of the state is compared once; 0 means never.
     """
 
     def __init__(self, rank: StepParticipant, adapter: StateAdapter, votes: VoteCaster, every: int) -> None:
@@ -67,7 +67,7 @@ class Verifier:
 
     @property
     def active(self) -> bool:
-        """True if copies are compared now, or will be when the layouts of the other ranks are known."""
+        """True if copies are compared now, or will be compared as soon as the layouts of the other ranks are known."""
         return self._compares is not None
 
     def slice(self, step: int) -> tuple[int, int]:
@@ -95,12 +95,12 @@ class Verifier:
         """Vote until all ranks have all layouts and have compared all copies, before the state is saved or given.
 
         Args:
-            collected: the state of this rank, whose layout was published (``VoteCaster.tell``). None: this rank cannot
-                read its state, so the call raises StateError on all ranks.
+            collected: the state of this rank, whose layout was published (``VoteCaster.tell``). None if this rank
+                cannot read its state, so the call raises StateError on all ranks.
 
         Returns:
             True if no copy differs. False if copies differ. This rank has then sent the digests of its copies to the
-                controller, which orders a return to an earlier, compared state. The state must not be saved or given.
+            controller, which orders a return to an earlier, compared state. The state must not be saved or given.
 
         Raises:
             PeerLost: the vote broke.
@@ -131,7 +131,10 @@ class Verifier:
         return True
 
     def _said(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """Return this rank's ballot. If its state is unreadable, cast a vote that stops all ranks; raise StateError."""
+        """Return this rank's ballot.
+
+        If the state is unreadable, cast a vote that stops all ranks, and raise StateError.
+        """
         try:
             return self._comparing(step, collected, compares)
         except StateError:
@@ -176,7 +179,7 @@ class Verifier:
 
         Args:
             collected: the state.
-            slices: the parts of the state to digest; None: all state of which other ranks hold copies.
+            slices: the parts of the state to digest; None means all state of which other ranks hold copies.
         """
         if slices is None:
             self._refresh()
@@ -199,7 +202,7 @@ class Verifier:
         return digest
 
     def _drop_unknown(self, collected: Collected) -> None:
-        """Stop comparing if the known layouts name tensors that this rank lacks, as layouts of an earlier start do."""
+        """Stop comparing if the known layouts, for example from an earlier start, name tensors that this rank lacks."""
         if self._copies is None:
             return
         layout = collected.layout(self._adapter.rank, self._adapter.world_size)
@@ -208,7 +211,7 @@ class Verifier:
             self._copies = None
 
     def _refresh(self) -> bool:
-        """Take over the newest layouts of all ranks. Return True if they are newer than those used before."""
+        """Take over the newest layouts of all ranks. Return True if they are newer than the previous layouts."""
         rank = self._rank
         assert self._compares is not None
         with rank.changed:

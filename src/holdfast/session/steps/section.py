@@ -1,9 +1,9 @@
 """Sections, the announced work between two steps: the section that runs now, and one that a fault has cut off.
 
-Theory. A ``with`` statement cannot run its body again. A section that a fault cuts off runs again only where the script
-reaches it again: before the block of the next step, or after the loop. A save that is made during the section records
-its name. The process that resumes from that save logs a warning if the next step is committed, or the training ends,
-before the section has run.
+Theory. A ``with`` statement cannot run its body again. A section that a fault cuts off runs again only where the
+script reaches it again: before the block of the next step, or after the loop. A save that is made during the section
+records its name. The process that resumes from that save expects the section. It logs a warning if the section has
+not run before the next step is committed or the training ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sections:
 
     @property
     def unfinished(self) -> str:
-        """Name of a section that has begun and not finished, for a save; empty: there is none."""
+        """Name of a section that has begun and not finished, for a save; empty if there is none."""
         return self._left or self._owed
 
     def stand_at(self, session: Mapping[str, Any]) -> None:

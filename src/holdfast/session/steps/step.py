@@ -68,16 +68,22 @@ class StepOwner(Protocol):
         """Send the digests of this rank's state after the vote of ``step`` has shown that copies of it differ."""
 
     def entered(self, step: int) -> bytes | None:
-        """Record that the block of ``step`` began. Return rank-local values for the status page; None: unchanged."""
+        """Record that the block of ``step`` began. Return rank-local values for the status page.
+
+        The result is None if they are unchanged.
+        """
 
     def foresee(self) -> bytes | None:
         """Log the update in the memory tier, before the vote.
 
-        Return the rank-local values of the next step for the status page; None: unchanged.
+        Return the rank-local values of the next step for the status page; None if they are unchanged.
         """
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Record position and layout before a commit. Return rank-local values for the status page; None: unchanged."""
+        """Record position and layout before a commit. Return rank-local values for the status page.
+
+        The result is None if they are unchanged.
+        """
 
     def after_ready(self, step: Step, tally: Tally) -> None:
         """Handle the requests of the vote (saves, an exit) after ``step`` is committed."""
@@ -86,11 +92,14 @@ class StepOwner(Protocol):
         """Set number and batch of ``step`` to those of the job's present step, because the job has gone back to it."""
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch that model replica ``copy`` draws for the open step. Raises: LookupError: not known."""
+        """Return the batch that model replica ``copy`` draws for the open step.
+
+        Raises: LookupError: the batch is not known.
+        """
 
 
 class BlockAbilities(NamedTuple):
-    """The optional interfaces of adapters that blocks use: an entry is the adapter, or None if it lacks the interface.
+    """The optional interfaces of the adapter that blocks use. An entry is None if the adapter lacks the interface.
 
     The entries are found once per session, because ``isinstance`` with a protocol takes 10 to 50 microseconds.
 
@@ -134,7 +143,7 @@ class Step:
         again: True if the code before the block has already run. Either this process got the step earlier, or the lost
             process that it replaces had begun the block.
         batch: the value of ``batch`` in ``with step as batch``; None in a loop without a loader.
-        batches: number of the loader's batches in the list ``batch``; None: ``batch`` is one batch.
+        batches: number of the loader's batches in the list ``batch``; None if ``batch`` is one batch.
         part, parts: index of this block in its step, and number of blocks of the step. A step has several blocks, each
             with its own batch, if the job has fewer ranks than at its start. Only the last block can be committed.
 
@@ -172,7 +181,7 @@ class Step:
             None  # write count of the weights before an optimizer without gradients steps; None: there is a gradient
         )
         self.idle = False  # the rehearsal ended without a backward pass and an optimizer.step()
-        self.repeats = True  # the batch can be handed out again at once
+        self.uncopied = ""  # the class of an object in the batch that cannot be copied for another run
         self.rehearsal = rehearsal
         self.prepares = rehearsal  # this run is a rehearsal and no check run
         self.scrap = scrap  # a rehearsal with the update, of a state that will be replaced
@@ -255,7 +264,7 @@ class StepRunner:
         owner: the session.
         finite: the check of gradients for inf and nan.
         verify: arguments ``verify_block`` and ``verify_ranks`` of the session: steps between two checks that a block
-            repeats its results in this process, and on other ranks; 0: no check.
+            repeats its results in this process, and on other ranks; 0 means no check.
     """
 
     def __init__(
@@ -441,7 +450,10 @@ class StepRunner:
         self._vote(step, optimizer)
 
     def _writes(self) -> int | None:
-        """Return a count of writes to weights, to detect a change without a gradient; None: the count is not needed."""
+        """Return a count of writes to weights, to detect a change without a gradient.
+
+        The result is None if the count is not needed.
+        """
         if self._empty.over or self._able.sees is None:
             return None
         return self._able.sees.gradients.weights_alone()
@@ -470,7 +482,7 @@ class StepRunner:
         """Vote on the update of ``step``. Return normally if the update may be made. Raises: StepAborted: it must not.
 
         Args:
-            optimizer: the optimizer that is about to step; empty: the vote is at the end of the block.
+            optimizer: the optimizer that is about to step; empty if the vote is at the end of the block.
         """
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:

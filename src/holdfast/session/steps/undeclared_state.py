@@ -40,7 +40,7 @@ class UndeclaredState:
 
     Args:
         adapter: the framework. If it cannot find undeclared state, nothing is checked.
-        on: False: nothing is checked.
+        on: if False, nothing is checked.
     """
 
     def __init__(self, adapter: object, *, on: bool) -> None:
@@ -115,7 +115,7 @@ class UndeclaredState:
 
 
 def _renewed() -> Set[str]:
-    """Return the containers of the script that each step replaces by one that follows from it."""
+    """Return the containers of the script that each step replaces by a new one, computed from the old one."""
     found: Set[str] = frozenset()
     with warns_of_defects("averages in containers that each step replaces are not searched"):
         found = renewed_containers(places_in_script())
@@ -123,7 +123,10 @@ def _renewed() -> Set[str]:
 
 
 def number_of_look(since: int) -> int | None:
-    """Return which of three searches is due ``since`` steps after the first one: 0, 1 or 2; None: no search is due."""
+    """Return which search of a group of three (0, 1 or 2) is due ``since`` steps after the first search.
+
+    The result is None if no search is due.
+    """
     if since < LOOKS:
         return since
     begin = 1 << (since.bit_length() - 1) // GROWTH_BITS * GROWTH_BITS

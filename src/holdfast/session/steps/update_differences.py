@@ -33,12 +33,15 @@ def described(updates: Updates) -> str:
 
 
 def difference(client: WorkerClient | None, rank: int, step: int, mine: Updates, *, replaces: bool) -> str:
-    """Return how the updates of another rank in ``step`` differ from those of this rank; empty: it is not known.
+    """Return how the updates of another rank in ``step`` differ from those of this rank.
+
+    The result is empty if the difference is not known.
 
     Args:
         rank: number of this rank.
         mine: the updates of this rank.
-        replaces: this process replaces a lost one. It is compared with another rank, and each other rank with it.
+        replaces: this process replaces a lost process. A replacement is compared with another rank, and each other
+            rank is compared with a replacement.
     """
     if client is None:
         return ""
@@ -57,7 +60,7 @@ def difference(client: WorkerClient | None, rank: int, step: int, mine: Updates,
 
 
 def in_words(mine: Updates, other: int, theirs: Updates) -> str:
-    """Return how the updates ``theirs`` of rank ``other`` differ from ``mine``; empty: they are equal."""
+    """Return how the updates ``theirs`` of rank ``other`` differ from ``mine``; empty if they are equal."""
     if mine.keys() != theirs.keys():
         return f"rank {other} {described(theirs)}"
     differences = [*_differences(mine, other, theirs)]
@@ -66,7 +69,7 @@ def in_words(mine: Updates, other: int, theirs: Updates) -> str:
 
 
 def _differences(mine: Updates, other: int, theirs: Updates) -> Iterator[str]:
-    """Yield a text for each setting that differs. It has the first number that differs."""
+    """Yield a text for each setting that differs, with the first number in which it differs."""
     for name, settings in mine.items():
         for setting, numbers in settings.items():
             found = theirs[name].get(setting, [])

@@ -11,8 +11,8 @@ To *foretell* an update is to make it in advance on a copy of the state, and to 
 Invariants:
 1. The update of a step is in the log before the rank enters the vote of the step.
 2. An update since the newest kept state is never overwritten.
-3. The log is used only after one of its updates was foretold with the same bits as the real update. The log is removed
-   as soon as it is seen that the state has changed by something other than updates.
+3. The log is used only after one of its updates was foretold with the same bits as the real update. The log is
+   removed as soon as a change of the state is found that no update has made.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class UpdateRecord:
 
     Args:
         adapter: the framework.
-        every: steps between two kept states; below 1: the memory tier decides.
+        every: steps between two kept states; if below 1, the memory tier decides.
 
     Attributes:
-        why_not: the reason why nothing is logged. Empty: updates are logged if some box of this rank has no other
-            holder.
+        why_not: the reason why nothing is logged. If it is empty, updates are logged whenever some box of this rank
+            has no other holder.
     """
 
     def __init__(self, adapter: StateAdapter, every: int) -> None:
@@ -90,7 +90,7 @@ class UpdateRecord:
             alone: names of the tensors of which this rank is the only holder of some box.
 
         Returns:
-            The reason why nothing is logged; empty: updates are logged, or need not be.
+            The reason why nothing is logged; empty if updates are logged, or need not be.
         """
         if self._log is None or self._updates is None:
             return self.why_not

@@ -72,10 +72,12 @@ class VoteCaster:
             self._rank.flag(PageFlag.MEETS, False)
 
     def tell(self, collected: Collected | None = None) -> None:
-        """Publish the layout of this rank now if it has changed, because a fault may come before the next vote.
+        """Publish the layout of this rank if it has changed.
+
+        The next vote would be too late, because a fault may come first.
 
         Args:
-            collected: the state whose layout is published; None: the present state.
+            collected: the state whose layout is published; None means the present state.
         """
         if collected is None:
             size = self._adapter.state_size()
@@ -121,7 +123,7 @@ class VoteCaster:
             )
 
     def await_catalogue(self) -> None:
-        """Wait for the layouts that all ranks publish after the last vote, until a time limit or a fence."""
+        """Wait for the layouts that all ranks publish after the last vote. A time limit or a fence ends the wait."""
         rank, deadline_s = self._rank, time.monotonic() + CATALOGUE_TIMEOUT_S
         with rank.changed:
             while rank.catalogue_version < self._agreement.version:

@@ -11,7 +11,7 @@ from holdfast.session.steps.step import Step, StepRunner
 
 
 def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
-    """Yield steps that are never committed, so that kernels and buffers exist when the spare is called.
+    """Yield steps that are never committed. After these steps, kernels and buffers exist when the spare is called.
 
     Unlike the rehearsal of a newcomer, these steps include the update, which allocates the memory of the optimizer. The
     state of the survivors later replaces all values that the update changes.
@@ -19,8 +19,8 @@ def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> 
     Args:
         adapter: the framework.
         blocks: runs the blocks.
-        feed: the batches of any rank; None: the block draws its own. If the feed cannot go back
-            after a draw, no step is yielded. The process then rehearses after it is called, like a newcomer.
+        feed: the batches of any rank; None if the block draws its own. If the feed cannot go back after a draw, no
+            step is yielded. The process then rehearses after it is called, like a newcomer.
     """
     if feed is not None and not feed.repeatable:
         return

@@ -1,19 +1,20 @@
-"""The bodies of the script's functions, put into the calls that a loop makes: a part of the search in the source.
+"""The inlining of the script's functions into the source of a loop, for the search for variables.
 
-Theory. A script may keep what a step takes over from the step before in an object, such as a schedule that counts its
-calls. The source of the loop alone does not show it. So each call of a function or method of the script gets the body
-of that function. In the body, ``self`` becomes the object of the call. A parameter becomes the variable that is its
-argument, if the body does not assign it. Other parameters are assigned from the arguments.
-Other local names are renamed, because they end with the call. So are the variables of a function that has returned,
-and the global variables of another file: they get the name of that function or module. The name of a function is looked
-up in the running script, so the search needs the frames of the script on the stack. A call of a module that a library
-has wrapped (``DistributedDataParallel``, ``torch.compile``) counts as a call of the module in it, under the variable of
-the script that has this module, if there is one.
+Theory. A script may keep a value from one step to the next inside an object, such as a schedule that counts its
+calls. The source of the loop alone does not show this value. So each call of a function or method of the script gets
+the body of that function. In the body, ``self`` becomes the object of the call. If the argument of a parameter is a
+variable, and the body does not assign the parameter, the variable replaces the parameter. Other parameters are
+assigned from the arguments. Other local names are renamed, because these variables end with the call. The variables
+of a function that has returned are also renamed, and so are the global variables of another file. Their new names
+contain the name of that function or module. The name of a function is looked up in the running script, so the search
+needs the frames of the script on the stack. A library may have wrapped a module of the script
+(``DistributedDataParallel``, ``torch.compile``). A call of the wrapper counts as a call of the wrapped module. If a
+variable of the script holds the wrapped module, the module gets the name of this variable.
 
-A branch that flags exclude is left out: those of ``argparse``, and bools that the loop does not set. Functions of
-libraries are left out, and so are functions below ``DEPTH_MAX`` calls and after ``BODIES_MAX`` bodies. The calls of the
-loop get their bodies first, then the calls in these bodies. The functions in which the update is made now are a part of
-the loop: they add nothing to the depth, and they get their bodies in any case.
+A branch that cannot run with the present flags is left out. Flags are options of ``argparse``, and bools that the
+loop does not set. Functions of libraries are not inlined, nor are functions more than ``DEPTH_MAX`` calls deep. At
+most ``BODIES_MAX`` functions are inlined: those that the loop itself calls come first, then those that they call. The
+functions that are running while the update is made do not count for the depth, and are inlined in any case.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 from holdfast.runtime.worker.script_frames import (
     LIBRARIES,
@@ -54,14 +55,16 @@ _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-
 
 
 class CallWithBody(ast.Call):
-    """A call with the body of the called function.
+    """A node of a syntax tree: a call with the body of the called function.
 
     Attributes:
-        body: the statements of the function, with the names of the caller.
-        updates: the function is the ``step`` of an optimizer.
+        body: the statements of the function, in which variables have the names of the caller.
+        updates: True if the function is the method ``step`` of an optimizer.
     """
 
     _fields = (*ast.Call._fields, "body")
+    _field_types: ClassVar = {**getattr(ast.Call, "_field_types", {}), "body": list[ast.stmt]}
+    """From Python 3.13 on, a node has the type of each field here. Python 3.15 raises an error without it."""
 
     def __init__(self, call: ast.Call, body: list[ast.stmt], *, updates: bool) -> None:
         super().__init__(func=call.func, args=call.args, keywords=call.keywords)
@@ -83,7 +86,7 @@ def of_script(file: str) -> bool:
 
 
 def chain(node: ast.AST) -> str:
-    """Return a variable with its attributes as text (``self.schedule.step``); empty for any other expression."""
+    """Return a variable or an attribute of one as text (``self.schedule.step``); empty for any other expression."""
     match node:
         case ast.Name():
             return node.id
@@ -99,19 +102,19 @@ def _new_tree_of(file: str) -> ast.Module:
 
 @cache
 def tree_of(file: str) -> ast.Module:
-    """Return the syntax tree of a source file; an empty one if the source is not there."""
+    """Return the syntax tree of a source file, or an empty tree if the source is not available."""
     return _new_tree_of(file)
 
 
 def with_bodies(
     place: tuple[str, int], nodes: Sequence[ast.AST], inner: Sequence[tuple[str, int]] = ()
 ) -> list[ast.AST]:
-    """Return copies of ``nodes``, in which the calls of the script's functions have bodies.
+    """Return copies of ``nodes`` in which the script's functions are inlined into their calls.
 
     Args:
-        place: file and line that the frame with the nodes executes now.
-        nodes: nodes of ``tree_of(file)``. The first one contains the others.
-        inner: file and line that the frames inside of the nodes execute now.
+        place: file and line that a stack frame executes now; the nodes are in the source of that frame.
+        nodes: nodes of ``tree_of(file)``. The first node contains the others.
+        inner: file and line of each stack frame that was called from the code of the nodes.
     """
     copies = _copies(place[0], nodes)
     if copies:
@@ -120,11 +123,11 @@ def with_bodies(
 
 
 def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.Module:
-    """Return a module of copies of ``nodes``, in which the calls of the script's functions have bodies.
+    """Return a syntax tree with copies of ``nodes`` in which the script's functions are inlined into their calls.
 
     Args:
-        place: file and line that the frame with the nodes executes now.
-        nodes: nodes of ``tree_of(file)``. None contains another one.
+        place: file and line that a stack frame executes now; the nodes are in the source of that frame.
+        nodes: nodes of ``tree_of(file)``. No node contains another one.
     """
     module = ast.Module(cast("list[ast.stmt]", _copies(place[0], nodes)), [])
     _Bodies(place, (), module).fill()
@@ -132,7 +135,7 @@ def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.
 
 
 def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
-    """Return copies of nodes of ``tree_of(file)``: nodes of another tree of the same source."""
+    """Return copies of ``nodes``, nodes of ``tree_of(file)``, from a new syntax tree of the same file."""
     # A second parse takes a hundredth of the time of a copy.
     tree = _new_tree_of(file)
     wanted = {_place(node): None for node in nodes}
@@ -141,12 +144,13 @@ def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
 
 
 class _Bodies(ast.NodeTransformer):
-    """The transformer that gives calls their bodies.
+    """The transformer of a syntax tree that inlines called functions.
 
     Args:
-        place: file and line that the frame of the loop executes now. Functions of other files have other globals.
-        inner: file and line that the frames inside of the loop execute now.
-        loop: the loop.
+        place: file and line that the stack frame with the loop executes now. Functions of other files have other
+            globals.
+        inner: file and line of each stack frame that was called from the code of the loop.
+        loop: the syntax tree of the loop.
     """
 
     def __init__(self, place: tuple[str, int], inner: Sequence[tuple[str, int]], loop: ast.AST) -> None:
@@ -190,7 +194,10 @@ class _Bodies(ast.NodeTransformer):
             yield from found if isinstance(found, list) else [found]
 
     def _setting(self, test: ast.expr) -> bool | None:
-        """Return the value of flags, which do not change in the loop; None: the condition has other parts."""
+        """Return the value of a condition that consists of flags, which the loop does not change.
+
+        The result is None if the condition has other parts.
+        """
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=flag):
                 value = self._setting(flag)
@@ -250,13 +257,13 @@ class _Open(NamedTuple):
 
 
 class _Callee(NamedTuple):
-    """The Python function that a call runs now.
+    """The Python function that a call in the source would run at this moment.
 
     Attributes:
         function: the function.
-        owner: the expression of its ``self``; None: it has none.
-        updates: it is the ``step`` of an optimizer, which has parameter groups.
-        given: number of its arguments that ``functools.partial`` holds.
+        owner: the expression for the ``self`` of a method; None if the function is not a method.
+        updates: True if the function is the method ``step`` of an optimizer (an object with parameter groups).
+        given: number of arguments that ``functools.partial`` has already bound.
     """
 
     function: FunctionType
@@ -266,7 +273,10 @@ class _Callee(NamedTuple):
 
 
 def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
-    """Return the function that the expression ``called`` is now; None: it is no Python function."""
+    """Return the function that a call of the expression ``called`` would run now.
+
+    The result is None if it is not a Python function.
+    """
     if not chain(called):
         return None
     owner: ast.expr | None = None
@@ -297,14 +307,14 @@ def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
 
 
 class _Module(NamedTuple):
-    """A module, and the expression by which the script has it."""
+    """A torch module, and the expression by which the script refers to it."""
 
     module: object
     name: ast.expr
 
 
 def _unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> _Module:
-    """Return the module in the wrappers of libraries around ``value``; ``value`` itself if it is no wrapper."""
+    """Return the module inside ``value`` if ``value`` is a wrapper of a library, otherwise ``value`` itself."""
     found = _Module(value, name)
     while is_of_library(found.module):
         inner = getattr(found.module, "__dict__", {}).get("_modules", {})
@@ -318,24 +328,24 @@ def _unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> _Module
 
 
 def is_of_library(module: object) -> bool:
-    """Return whether ``module`` is a module whose ``forward`` is no code of the script."""
+    """Return whether ``module`` has a method ``forward`` that comes from a library, and not from the script."""
     forward = static_of(type(module), "forward")
     return isinstance(forward, FunctionType) and not of_script(forward.__code__.co_filename)
 
 
 def _sees_callers(function: FunctionType) -> bool:
-    """Return whether the function around another one is on the stack, so that its variables are those of a frame."""
+    """Return whether the function that defines ``function`` is on the stack, so that its variables can be read."""
     around = function.__qualname__.rpartition(".<locals>.")[0]
     return any(frame.f_code.co_qualname == around for frame in frames_outside((OURS, *LIBRARIES)))
 
 
 def _is_code(value: object) -> bool:
-    """Return whether ``value`` is code itself, and not an object whose class may define calls of it."""
+    """Return whether ``value`` is a function, class, method or Python module, and not another callable object."""
     return isinstance(value, FunctionType | type | ModuleType) or inspect.isroutine(value)
 
 
 def _value(name: str, place: tuple[str, int]) -> object:
-    """Return the value of a variable or its attribute now, without a call of code of the script."""
+    """Return the present value of a variable or its attribute, without running code of the script."""
     first, *attributes = name.split(".")
     value = values_of([first], place).get(first)
     for attribute in attributes:
@@ -344,7 +354,10 @@ def _value(name: str, place: tuple[str, int]) -> object:
 
 
 def static_of(holder: object, attribute: str) -> object:
-    """Return an attribute of an object or its class without a call of code of the script; None: there is none."""
+    """Return an attribute of an object or its class, without running code of the script.
+
+    The result is None if there is no such attribute.
+    """
     found = instance_of(holder).get(attribute)
     if found is not None:
         return found
@@ -360,7 +373,7 @@ def instance_of(holder: object) -> dict[str, object]:
 
 
 def definition(code: CodeType) -> ast.FunctionDef | None:
-    """Return a new syntax tree of a function; None: its source is not there, or it is a lambda."""
+    """Return a new syntax tree of a function; None if the source is not available, or if the function is a lambda."""
     tree = _parsed(_text(code))
     return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
 
@@ -383,16 +396,16 @@ def _parsed(text: str) -> ast.Module:
 
 
 def parameters_of(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """Return the parameters of a function that arguments without a name fill, in their order."""
+    """Return the names of the positional parameters of a function, in their order."""
     return [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
 
 
 def arguments_of(call: ast.Call, parameters: Sequence[str]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield parameters of a function with their arguments in ``call``, as far as the call shows them.
+    """Yield the parameters of a function, each with its argument in ``call``, if the source of the call shows it.
 
     Args:
         call: the call.
-        parameters: the parameters that its arguments without a name fill.
+        parameters: the names of the positional parameters of the function.
     """
     for name, value in zip(parameters, call.args, strict=False):
         if isinstance(value, ast.Starred):
@@ -402,13 +415,13 @@ def arguments_of(call: ast.Call, parameters: Sequence[str]) -> Iterator[tuple[st
 
 
 class _Names(ast.NodeTransformer):
-    """The transformer that gives the names in a function the meaning that they have for its caller.
+    """The transformer that replaces the names in an inlined function by the names that its caller uses.
 
     Args:
         definition: the source of the function.
         call: the call of the function.
         callee: the function.
-        mark: what is added to the local names of this call.
+        mark: the suffix for the local names of this call.
         file: the file of the loop.
     """
 
@@ -440,7 +453,7 @@ class _Names(ast.NodeTransformer):
         }
 
     def bindings(self) -> Iterator[ast.stmt]:
-        """Yield assignments of the arguments of the call to the parameters."""
+        """Yield an assignment for each parameter that is not replaced by its argument."""
         for name, value in self._given.items():
             if name not in self._same:
                 yield ast.Assign(targets=[ast.Name(f"{name}{self._mark}", ast.Store())], value=value)
@@ -457,14 +470,14 @@ class _Names(ast.NodeTransformer):
         return node
 
     def _is_of_loop(self, name: str) -> bool:
-        """Return whether a variable outside of the function has the same name in the function with the loop."""
+        """Return whether ``name``, which is not local in the inlined function, means the same variable in the loop."""
         if name in self._function.__code__.co_freevars:
             return self._same_file and _sees_callers(self._function)
         return self._same_file or hasattr(builtins, name)
 
 
 def _returned(node: ast.AST) -> list[ast.expr]:
-    """Return the values that a statement of a function returns, and the conditions of these returns."""
+    """Return the expressions that a statement of a function returns, and the conditions of these returns."""
     if isinstance(node, ast.Return):
         return [] if node.value is None else [node.value]
     found = [value for child in ast.iter_child_nodes(node) for value in _returned(child)]

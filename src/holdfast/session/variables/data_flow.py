@@ -1,9 +1,9 @@
-"""What a loop takes over from one turn to the next: the flow of values in its syntax tree.
+"""The variables that a loop carries from one iteration to the next, found by the flow of values in its syntax tree.
 
-Theory. A variable outlives a turn of a loop if the loop reads it before it writes it. A write in a branch that not
-every turn takes (``if number % 3 == 0:``) counts only in that branch, and under the same condition. The value of an
-expression depends on the variables in it, and on those in the assignments that reach it, with the conditions around
-them.
+Theory. A loop carries a variable to its next iteration if the loop reads the variable before writing it. A branch
+(``if number % 3 == 0:``) does not run in every iteration. So a write in the branch counts only for reads in the same
+branch, or under the same condition. The value of an expression depends on the variables in the expression. It also
+depends on the assignments to these variables and on the conditions around the assignments.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove", "add", "
 
 
 class _Branches(NamedTuple):
-    """An ``if`` in a list of uses.
+    """An ``if`` statement in the list of the uses of variables.
 
     Attributes:
-        test: its condition.
-        uses: the uses in both branches, in the order of execution.
-        leave: whether each branch leaves the turn of the loop.
+        test: the condition of the ``if``.
+        uses: the uses of variables in each of the two branches, in the order of execution.
+        leave: for each of the two branches, whether it ends the iteration of the loop.
     """
 
     test: ast.expr
@@ -40,12 +40,12 @@ class _Branches(NamedTuple):
 
 
 class VariableUse(NamedTuple):
-    """A use of a variable.
+    """One read or write of a variable in the source.
 
     Attributes:
         name: the variable.
-        writes: whether it is written.
-        at: line and column of a read; None: the write of a part of the variable, which also reads it.
+        writes: True if the variable is written, False if it is read.
+        at: line and column of the use; None if a part of the variable is written, which counts as a read as well.
     """
 
     name: str
@@ -57,9 +57,9 @@ _Item = VariableUse | _Branches
 
 
 def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
-    """Return the names on which expressions depend in ``block``, and which it reads before it writes them.
+    """Return the variables that ``block`` reads before writing them, and on which the expressions ``wanted`` depend.
 
-    The value is True if some steps write the variable first (``PlacedVariable.partly``).
+    The keys are the names. A value is True if some steps write the variable first (``PlacedVariable.partly``).
     """
     flow = _followed(block, wanted)
     items = list(_items(block))
@@ -76,9 +76,10 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
 
 
 def inputs(block: ast.AST, wanted: Iterable[ast.AST]) -> list[str]:
-    """Return the names on which expressions depend in ``block``, and of which it writes neither value nor owner.
+    """Return the variables that ``block`` does not write, and on which the expressions ``wanted`` depend.
 
-    A call of an attribute (``self.teacher(x)``) may be one of a method, so the object is named as well.
+    An attribute is left out if ``block`` writes its owner. A called attribute (``self.teacher(x)``) may be a method,
+    so its object is also returned.
     """
     flow = _followed(block, wanted)
     methods = dict(_methods_in(block))
@@ -87,7 +88,7 @@ def inputs(block: ast.AST, wanted: Iterable[ast.AST]) -> list[str]:
 
 
 def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
-    """Return the data flow of ``block`` to the expressions ``wanted``."""
+    """Return the data flow of ``block``. It has all expressions on which the expressions ``wanted`` depend."""
     flow = _DataFlow(block)
     for expression in wanted:
         flow.want(expression)
@@ -103,14 +104,15 @@ def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
 
 
 def expressions_behind(block: ast.AST, wanted: Iterable[ast.AST]) -> list[ast.AST]:
-    """Return ``wanted``, and the expressions in ``block`` from which their values follow."""
+    """Return the expressions ``wanted``, and all expressions in ``block`` on which their values depend."""
     return _followed(block, wanted).expressions
 
 
 def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
     """Return whether an assignment adds an entry to a cache: ``if key not in cache: cache[key] = ...``.
 
-    An entry has the same value at each time, so it does not matter when it is added.
+    The value of an entry does not depend on the time at which it is added, so a cache carries no information between
+    steps.
     """
     entries = [target for target in targets(assignment) if isinstance(target, ast.Subscript)]
     match tests[-1:]:
@@ -120,7 +122,7 @@ def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
 
 
 def _methods_in(block: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the name of each method that ``block`` calls (``past.mean``), with that of its object."""
+    """Yield the name of each method that ``block`` calls (``past.mean``), and the name of its object (``past``)."""
     for node in ast.walk(block):
         match node:
             case ast.Call(func=ast.Attribute(value=owner) as called) if chain(called):
@@ -128,21 +130,23 @@ def _methods_in(block: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 class _DataFlow:
-    """The assignments of a block that may reach the wanted expressions in it.
+    """The assignments of a block on which wanted expressions of the block may depend.
 
-    Theory. A variable that each turn of a loop writes before it reads it does not outlive the turn. Then only the
-    assignments of the same turn before an expression reach it: what an evaluation after the update assigns to the name
-    of the batch or of the prediction has no part in the loss. An inner loop around the expression that does not write
-    the variable first may carry it to its next turn, so there all assignments in the inner loop count.
+    Theory. If each iteration of a loop writes a variable before reading it, the loop does not carry the variable. An
+    expression then depends only on assignments of the same iteration that come before it. For example, an evaluation
+    after the update may assign to the name of the batch, and the loss does not depend on this. An inner loop around
+    the expression may not write the variable first. Then the inner loop may carry the variable, so all assignments in
+    the inner loop count.
 
     Args:
-        block: the loop. All assignments reach an expression that is not in it, or that is in a function of it.
+        block: the loop. An expression outside of the loop, or in a function that the loop defines, depends on all
+            assignments.
 
     Attributes:
         expressions: the wanted expressions.
-        written: the names that the block writes.
-        wanted: the names in the wanted expressions.
-        reads: the uses in the wanted expressions.
+        written: names of the variables that the block writes.
+        wanted: names of the variables in the wanted expressions.
+        reads: the uses of variables in the wanted expressions.
     """
 
     def __init__(self, block: ast.AST) -> None:
@@ -169,7 +173,7 @@ class _DataFlow:
         self._end[id(node)] = len(self._number)
 
     def _written_first(self, loop: ast.AST) -> set[str]:
-        """Return the variables that each turn of ``loop`` writes before it reads them or an attribute of them."""
+        """Return the variables that each iteration of ``loop`` writes before reading them or their attributes."""
         if id(loop) not in self._first:
             uses = _first_uses(_items(loop), self.written)
             read = {each for name, writes in uses.items() if not writes for each in owners_of(name)}
@@ -177,7 +181,7 @@ class _DataFlow:
         return self._first[id(loop)]
 
     def want(self, expression: ast.AST) -> None:
-        """Want what the value of ``expression`` depends on."""
+        """Add ``expression`` to the wanted expressions."""
         self.expressions.append(expression)
         reads = set(uses(expression, results=True))
         names = {use.name for use in reads}
@@ -188,7 +192,7 @@ class _DataFlow:
             self._parts.setdefault(each, set()).add(self._part(each, expression))
 
     def _part(self, name: str, expression: ast.AST) -> tuple[float, float]:
-        """Return the first and last number of nodes whose assignments to ``name`` may reach ``expression``."""
+        """Return the numbers of the first and last node whose assignment to ``name`` may reach ``expression``."""
         loops = self._loops.get(id(expression), ())
         for depth, loop in reversed(list(enumerate(loops))):
             if name in self._written_first(loop):
@@ -197,7 +201,7 @@ class _DataFlow:
         return 0, math.inf
 
     def reaches(self, assignment: Assignment) -> bool:
-        """Return whether an assignment reaches a wanted expression."""
+        """Return whether the value of a wanted expression may depend on ``assignment``."""
         names = [use.name for target in targets(assignment) for use in uses(target)]
         parts = [part for name in names for part in self._parts.get(name, ())]
         number = self._number.get(id(assignment))
@@ -208,7 +212,7 @@ class _DataFlow:
 
 
 def _is_of_names(target: ast.expr) -> bool:
-    """Return whether an assignment to ``target`` writes variables alone, and no attributes or elements."""
+    """Return whether an assignment to ``target`` writes only variables, and no attributes or elements."""
     match target:
         case ast.Name():
             return True
@@ -222,13 +226,13 @@ def _is_of_names(target: ast.expr) -> bool:
 def _first_uses(
     items: Iterable[_Item], varying: set[str], reads: Set[VariableUse] | None = None
 ) -> dict[str, bool]:
-    """Return whether the first use of each name is a write. A name is left out if not every step uses it.
+    """Return, for each name that every step uses, whether its first use is a write.
 
     Args:
-        items: the uses.
-        varying: variables that differ from step to step. Of an ``if`` that depends on one of them, each step takes
-            another branch. What a branch of another ``if`` writes counts as written.
-        reads: the reads that count (a line of a log may read a variable before the step sets it); None: all.
+        items: the uses of variables in the order of execution.
+        varying: variables that differ from step to step. If the condition of an ``if`` depends on one of them, steps
+            may take different branches. If not, a write in one branch counts as a write in every step.
+        reads: the reads that count; None means all reads. Other reads are ignored, such as one for a log line.
     """
     first: dict[str, bool] = {}
     _follow(list(_counting(items, reads)), varying, first, {}, frozenset())
@@ -236,7 +240,7 @@ def _first_uses(
 
 
 def _counting(items: Iterable[_Item], reads: Set[VariableUse] | None) -> Iterator[_Item]:
-    """Yield ``items`` without the reads that do not count."""
+    """Yield ``items`` without the reads that are not in ``reads``; with None, yield all items."""
     for item in items:
         if isinstance(item, _Branches):
             body, other = (list(_counting(uses, reads)) for uses in item.uses)
@@ -252,11 +256,11 @@ def _follow(
     known: dict[frozenset[str], set[str]],
     under: frozenset[str],
 ) -> None:
-    """Add the first uses in ``items`` to ``first``.
+    """Add to ``first`` whether the first use of each name in ``items`` is a write.
 
     Args:
-        known: what the branches before have written, by the conditions of each.
-        under: the conditions of the branch of these items.
+        known: names that earlier branches have written, by the set of conditions under which each branch runs.
+        under: the conditions under which these items run.
     """
     for item in items:
         if not isinstance(item, _Branches):
@@ -281,13 +285,16 @@ def _follow(
 
 
 def _text_of(test: ast.expr) -> str:
-    """Return a text that is equal for equal conditions. A call of the script may have another value each time."""
+    """Return a text that is equal for equal conditions.
+
+    A condition that calls a function of the script equals no other.
+    """
     called = any(isinstance(node, CallWithBody) for node in ast.walk(test))
     return f"{id(test)}" if called else ast.unparse(test)
 
 
 def names_in(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the names of the variables on which the values of expressions depend."""
+    """Return the names of the variables on which the values of the expressions ``nodes`` depend."""
     return {use.name for node in nodes for use in uses(node, results=True)}
 
 
@@ -299,7 +306,7 @@ def written(nodes: Iterable[ast.AST]) -> set[str]:
 def assigned(
     node: ast.AST, tests: tuple[ast.expr, ...] = ()
 ) -> Iterator[tuple[Assignment, tuple[ast.expr, ...]]]:
-    """Yield the assignments in ``node``, each with the conditions around it, the outermost first."""
+    """Yield the assignments in ``node``. Each comes with the conditions around it, the outermost condition first."""
     if isinstance(node, Assignment):
         yield node, tests
     for child in ast.iter_child_nodes(node):
@@ -308,17 +315,17 @@ def assigned(
 
 
 def assigned_value(node: Assignment) -> ast.expr | None:
-    """Return the expression whose value an assignment takes, or whose items a loop takes; None: there is none."""
+    """Return the right side of an assignment, or the iterable of a ``for`` loop; None if there is no value."""
     return node.iter if isinstance(node, ast.For) else node.value
 
 
 def targets(node: Assignment) -> Iterable[ast.expr]:
-    """Return the expressions to which an assignment assigns."""
+    """Return the expressions on the left side of an assignment, or the loop variables of a ``for`` loop."""
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 def uses(node: ast.AST, *, results: bool = False) -> Iterator[VariableUse]:
-    """Yield the uses of :func:`_items`, one after the other."""
+    """Yield the uses of variables in ``node`` in the order of execution, including both branches of each ``if``."""
     return _flat(_items(node, results=results))
 
 
@@ -332,13 +339,14 @@ def _flat(items: Iterable[_Item]) -> Iterator[VariableUse]:
 
 
 def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
-    """Yield the variables that ``node`` uses, in the order of execution, and whether it writes them.
+    """Yield the uses of variables in ``node``, in the order of execution. Each ``if`` is one item with its branches.
 
-    An attribute of a variable is a variable of its own (``self.tick``), and so is an element with a constant text as
-    its key (``seen["x"]``). Another element is a part of its container.
+    An attribute counts as a separate variable (``self.tick``), and so does an element whose key is a constant string
+    (``seen["x"]``). The use of any other element counts as a use of its container.
 
     Args:
-        results: of the body of a called function, only use what its value depends on.
+        results: yield only the uses on which the value of the expression depends. In a called function these are its
+            results.
     """
     match node:
         case ast.If(test=ast.BoolOp(op=ast.And(), values=[test, *others]), orelse=[]):
@@ -416,12 +424,12 @@ def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> VariableU
 
 
 def leaves_turn(branch: Sequence[ast.stmt]) -> bool:
-    """Return whether a branch leaves the turn of its loop, or its function."""
+    """Return whether a branch ends with a statement that leaves the iteration of its loop, or its function."""
     return bool(branch) and isinstance(branch[-1], (*LEAVES, ast.Raise))
 
 
 def _changes(name: str, method: str) -> bool:
-    """Return whether a call of ``method`` writes the dict, list or set that the variable is now."""
+    """Return whether the variable ``name`` is now a dict, list or set that a call of ``method`` changes."""
     return method in _CHANGES and isinstance(value_now(name), dict | list | set)
 
 
@@ -432,5 +440,5 @@ def _is_own(name: str) -> bool:
 
 
 def value_now(name: str) -> object:
-    """Return the value of a variable in the stack frames of the script; None: it has none."""
+    """Return the present value of a variable in the stack frames of the script; None if it has no value."""
     return values_of([name]).get(name)

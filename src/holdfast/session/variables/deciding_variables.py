@@ -1,17 +1,17 @@
 """The variables of a script that may decide about a collective or an update: a search in its source.
 
-Theory. A loop makes a collective or an update under conditions: an ``if`` around it, or an ``if`` before it that
-continues with the next step. An update also depends on the loss, on the learning rate, and on the conditions under
-which the script leaves its loops (an early stop). Each of these expressions may depend on a variable that a step takes
-over from the step before. In a replacement such a variable has its initial value again, so the expression has another
-value there than on the other ranks. The search starts at the names in these expressions and follows the values in the
-loop (``data_flow.py``).
+Theory. A loop makes a collective or an update under conditions. Such a condition is an ``if`` around it, or an
+earlier ``if`` with a ``continue``. An update also depends on the loss, on the learning rate, and on the conditions
+under which the script leaves its loops (an early stop). Each of these expressions may depend on a variable that a
+step gets from the previous step. In a replacement such a variable has its initial value again, so the expression may
+have another value than on the other ranks. The search starts at the names in these expressions and follows the values
+in the loop (``data_flow.py``).
 
-A call of a function of the script counts with the body of that function (``called_bodies.py``). So attributes of an
-object, which its methods read and write, are found by the names ``object.attribute``. A generator that the block draws
-from is found as well: what it yields depends on the number of draws.
+Functions of the script are inlined into their calls (``called_bodies.py``). So the attributes that the methods of an
+object read and write are found under the names ``object.attribute``. A generator from which the block takes items is
+also found, because its items depend on the number of items that it has yielded.
 
-The result is text for an error. Source that is not there, and conditions in other forms, give no names.
+The names are used in messages. No names are found if the source is not available, or if a condition has another form.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ _SAVES = re.compile(r"(^|[._])(save|copyfile)")
 
 
 class PlacedVariable(NamedTuple):
-    """A variable of the script.
+    """A variable of the script and its place in the source.
 
     Attributes:
         name: its name, as in :func:`holdfast.runtime.worker.script_frames.values_of`.
-        place: file and line of the function whose variable it is.
-        partly: some steps write it before they read it, so its values may all follow from the number of the step.
+        place: file and line that the stack frame with the variable executes.
+        partly: True if some steps write the variable before reading it, so all its values may follow from the number
+            of the step.
     """
 
     name: str
@@ -71,14 +72,14 @@ class PlacedVariable(NamedTuple):
 
 
 def all_places() -> Places:
-    """Return file and line of all stack frames of the script in this thread, the innermost first."""
+    """Return file and line of all stack frames of the script in this thread, the innermost frame first."""
     frames = frames_outside((OURS, *LIBRARIES, "<"))  # "<frozen runpy>"
     places = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
     return tuple(place for place in places if of_script(place[0]))
 
 
 def places_in_script() -> Places:
-    """Return file and line of the stack frames of this thread, the innermost first, up to the outermost in a loop.
+    """Return file and line of this thread's stack frames, from the innermost to the outermost frame that is in a loop.
 
     Frames of libraries are left out.
     """
@@ -95,10 +96,11 @@ def described(places: Places) -> str:
 
 @cache
 def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ...]:
-    """Return the names of variables that may decide whether the code at ``places`` runs, the outermost place first.
+    """Return the names of variables that may decide whether the code at ``places`` runs.
 
     Args:
-        update: the innermost place is an update: also find what may decide about the loss and the learning rate.
+        update: the innermost place is an update. Then also return variables on which the loss and the learning rate
+            depend.
     """
     return tuple(dict.fromkeys(each.name for each in placed_variables(places, update=update)))
 
@@ -107,12 +109,13 @@ def deciding_variables(places: Places, *, update: bool = False) -> tuple[str, ..
 def placed_variables(
     places: Places, *, update: bool = False, state: frozenset[str] = frozenset()
 ) -> tuple[PlacedVariable, ...]:
-    """Return the variables of :func:`deciding_variables`, each with the place in whose frame it is a variable.
+    """Return the variables of :func:`deciding_variables`, each with the place of its stack frame.
 
     Args:
-        places: the places, the innermost first.
+        places: file and line of the stack frames, the innermost frame first.
         update: as in :func:`deciding_variables`.
-        state: those of :func:`stores` that are state of the session. What the loops store there counts as an update.
+        state: names from :func:`stores` that are state of the session. A change of them in a loop counts as an
+            update.
     """
     found: dict[tuple[str, tuple[str, int]], bool] = {}
     for depth, place in reversed(list(enumerate(places))):
@@ -127,8 +130,11 @@ def placed_variables(
 def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
     """Return the variables that may decide whether the loops at ``places`` save a file.
 
-    A function counts as one that saves a file if its name, or a part of it after a dot or an underscore, begins with
-    ``save`` or ``copyfile``.
+    A call counts as the save of a file if the name of the function, or a part of the name after a dot or an
+    underscore, begins with ``save`` or ``copyfile``.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
@@ -141,7 +147,11 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
 
 @cache
 def stores(places: Places) -> tuple[PlacedVariable, ...]:
-    """Return the containers, elements, attributes and tensors that the loops at ``places`` change in place."""
+    """Return the containers, elements, attributes and tensors that the loops at ``places`` change in place.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
     found: dict[PlacedVariable, None] = {}
     for depth, place in enumerate(places):
         names = sorted(changed(outermost_loop(places[: depth + 1])))
@@ -155,21 +165,24 @@ def _has_save(node: ast.If) -> bool:
 
 @cache
 def loops_around(file: str, line: int) -> list[ast.AST]:
-    """Return the loops around a line, in its function (or module), the outermost first."""
+    """Return the loops around a line within its function (or module), the outermost loop first."""
     return [node for node in _inside_scope(file, line) if isinstance(node, Loop)]
 
 
 def scope_of(file: str, line: int) -> ast.AST:
-    """Return the function, or the module, of a line."""
+    """Return the syntax tree of the function that contains a line, or of the module."""
     return _inside_scope(file, line)[0]
 
 
 @cache
 def lasting_variables(places: Places) -> frozenset[str]:
-    """Return the names of variables at the outermost of ``places`` that no epoch sets to a value of their begin.
+    """Return the variables of the outermost stack frame that the script does not reset at the start of an epoch.
 
-    The outermost loop, with the bodies of the functions that it calls, writes them only from their own values, or under
-    conditions that are not about the position in an epoch.
+    The outermost loop (with the functions that it calls) sets such a variable in two ways only: from its old value,
+    or under a condition that does not depend on the position in an epoch.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     loop = outermost_loop(places)
     reset = _names_of_items(loop)
@@ -184,9 +197,11 @@ def lasting_variables(places: Places) -> frozenset[str]:
 
 
 def renewed_containers(places: Places) -> frozenset[str]:
-    """Return the names of containers of objects that the loops at ``places`` replace by new ones from their content.
+    """Return the names of containers that the loops at ``places`` replace by new ones, computed from the old ones.
 
-    An example is ``average = {name: 0.9 * average[name] + 0.1 * weights[name] for name in weights}``.
+    The loops are those at ``places``, the stack frames from the innermost to the outermost. Only containers of
+    objects are returned. An example is ``average = {name: 0.9 * average[name] + 0.1 * weights[name] for name in
+    weights}``.
     """
     found: set[str] = set()
     for depth in range(len(places)):
@@ -210,7 +225,11 @@ def _holds_objects(value: object) -> bool:
 
 @cache
 def counts(places: Places) -> frozenset[str]:
-    """Return the names of variables at the outermost of ``places`` that the loop only adds to (``seen += 1``)."""
+    """Return the variables of the outermost stack frame that its loop changes only by additions (``seen += 1``).
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
     loop = outermost_loop(places)
     others = _names_of_items(loop)
     added: set[str] = set()
@@ -225,18 +244,24 @@ def counts(places: Places) -> frozenset[str]:
 
 @cache
 def outermost_loop(places: Places) -> ast.AST:
-    """Return the outermost loop around the last of ``places``, with the bodies of the functions that it calls.
+    """Return the outermost loop of the outermost stack frame. The functions that it calls are inlined.
 
     Without a loop, the result is an empty module.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     loops = with_bodies(places[-1], loops_around(*places[-1]), places[:-1])
     return loops[0] if loops else ast.Module([], [])
 
 
 def block_at(places: Places) -> ast.AST | None:
-    """Return the block (``with step``) around the last of ``places``, with the bodies of the functions that it calls.
+    """Return the block (``with step``) of the outermost stack frame. The functions that it calls are inlined.
 
-    None: there is no block in a loop.
+    The result is None if there is no block in a loop.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     loops = loops_around(*places[-1])
     inner = _inside_scope(*places[-1])
@@ -245,12 +270,12 @@ def block_at(places: Places) -> ast.AST | None:
 
 
 def _blocks(inside: Iterable[ast.AST]) -> list[ast.With]:
-    """Return the outermost ``with`` of the nodes in a loop that contain its update; empty: there is none."""
+    """Return a list with the outermost ``with`` statement in ``inside``; empty if there is none."""
     return [node for node in inside if isinstance(node, ast.With)][:1]
 
 
 def _names_of_items(loop: ast.AST) -> set[str]:
-    """Return the variables that take one item after the other, or the result of a ``with``."""
+    """Return the variables that ``for`` loops and ``with`` statements in ``loop`` assign."""
     found: set[str] = set()
     for node in ast.walk(loop):
         match node:
@@ -274,12 +299,12 @@ def _is_sum(assignment: Assignment) -> bool:
 
 
 def _without(names: Iterable[str], left_out: set[str]) -> frozenset[str]:
-    """Return the names that are neither in ``left_out`` nor attributes or elements of variables in it."""
+    """Return ``names`` without the variables in ``left_out``, their attributes and their elements."""
     return frozenset(name for name in names if left_out.isdisjoint((*owners_of(name), name)))
 
 
 def _is_position(test: ast.expr) -> bool:
-    """Return whether a condition is about the position in an epoch: ``step.last_in_epoch``, ``i % n``, ``i == 0``."""
+    """Return whether a condition tests the position in an epoch: ``step.last_in_epoch``, ``i % n``, ``i == 0``."""
     for node in ast.walk(test):
         match node:
             case ast.Attribute(attr="last_in_epoch") | ast.BinOp(op=ast.Mod()):
@@ -309,10 +334,10 @@ def _of_place(
 
 
 def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield the variables that a loop over steps carries, and on which an update depends by the code after the loop.
+    """Yield the variables that a loop over steps carries, and that code after the loop uses for an update.
 
-    An example is the loss of an epoch, which ``scheduler.step(loss)`` gets. The loop over epochs does not carry it,
-    because it sets it before the loop over steps.
+    An example is the loss of an epoch, the argument of ``scheduler.step(loss)``. The loop over epochs does not carry
+    the loss, because each epoch resets it before the loop over steps.
     """
     epochs = outermost_loop(places)
     over_steps = [loop for loop in _loops_over_steps(epochs) if loop is not epochs]
@@ -331,9 +356,10 @@ def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[
 
 
 def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield the variables that the loop over steps carries, and on which the result of its function depends.
+    """Yield those variables carried by a loop over steps on which the result of the function around the loop depends.
 
-    Here calls of methods of local objects have bodies (``meter.update(loss)``). For its caller they have none.
+    In this search, methods of local objects are inlined (``meter.update(loss)``). In a search from the caller of the
+    function they are not.
     """
     function = with_bodies(places[-1], _inside_scope(*places[-1])[:1], places[:-1])[0]
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
@@ -343,7 +369,7 @@ def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
 
 
 def _loops_over_steps(tree: ast.AST) -> list[ast.For]:
-    """Return the loops over ``s.steps(...)``, also with a progress bar around it that has a name."""
+    """Return the loops over ``s.steps(...)``, including loops over a variable with a progress bar around it."""
     bars: set[str] = set()
     for assignment, _ in assigned(tree):
         value = assigned_value(assignment)
@@ -358,7 +384,7 @@ def _has_steps(value: ast.AST) -> bool:
 
 
 def _drawn(block: ast.AST) -> Iterator[str]:
-    """Yield the variables whose next item ``block`` takes by ``next``, and which it does not write."""
+    """Yield the iterators from which ``block`` takes an item with ``next``, unless ``block`` assigns them."""
     own = written([block])
     for node in ast.walk(block):
         match node:
@@ -367,14 +393,14 @@ def _drawn(block: ast.AST) -> Iterator[str]:
 
 
 def _inside_scope(file: str, line: int) -> list[ast.AST]:
-    """Return the function (or module) of a line, and in it the nodes that contain the line, the outermost first."""
+    """Return the function (or module) of a line, then the nodes in it that contain the line, outermost first."""
     tree = tree_of(file)
     around = [tree, *_enclosing(tree, line)]
     return around[max(index for index, node in enumerate(around) if isinstance(node, _Scope)) :]
 
 
 def _enclosing(node: ast.AST, line: int) -> Iterator[ast.AST]:
-    """Yield the nodes below ``node`` that contain ``line``, the outermost first."""
+    """Yield the nodes below ``node`` that contain ``line``, the outermost node first."""
     for child in ast.iter_child_nodes(node):
         if getattr(child, "lineno", line + 1) <= line <= (getattr(child, "end_lineno", None) or 0):
             yield child
@@ -383,7 +409,7 @@ def _enclosing(node: ast.AST, line: int) -> Iterator[ast.AST]:
 
 
 def _skips(block: ast.AST, line: int) -> Iterator[ast.expr]:
-    """Yield the conditions before ``line`` under which the rest of ``block`` does not run."""
+    """Yield the conditions of ``if`` statements before ``line`` that may leave ``block`` early (``continue``)."""
     for node in ast.walk(block):
         if (
             isinstance(node, ast.If)
@@ -397,7 +423,7 @@ def _leaving(loop: ast.AST, *, inner: bool = False) -> Iterator[ast.expr]:
     """Yield the conditions under which the script leaves ``loop``: by ``break``, ``return`` or ``sys.exit()``.
 
     Args:
-        inner: this is a part of another loop in the loop, which a ``break`` leaves.
+        inner: this part is in an inner loop, so a ``break`` leaves only the inner loop.
     """
     parts = [*loop.results()] if isinstance(loop, CallWithBody) else list(ast.iter_child_nodes(loop))
     for node in parts:

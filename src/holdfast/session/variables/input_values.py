@@ -1,13 +1,14 @@
-"""The check that a process which continues the job in a loop has the inputs with which the job has begun that loop.
+"""The check of the inputs of a loop in a process that continues the job: they must be those with which the loop began.
 
-Theory: see ``loop_inputs.py``. The digests of the inputs are rank-local values, from the begin of the loop to its end.
-A process that continues in the loop has run the code before the loop again, and compares the digests where it enters
-the loop. If the job is at the end of an epoch, only the inputs are compared that no epoch sets. Ranks may have
-different inputs (the assignments of their own samples), so each rank is compared with itself.
+Theory. The module ``loop_inputs.py`` defines the inputs of a loop. The digests of the inputs are rank-local values,
+from the start of the loop to its end. A process that continues in the loop has run the code before the loop again. It
+compares the digests when it enters the loop. If the job is at the end of an epoch, only the inputs that are set
+outside of epochs are compared. Ranks may have different inputs (the cluster assignments of their own samples), so
+each rank is compared with its own earlier values.
 
-A setting may be another one on purpose. It may also be a step that the script takes from a checkpoint of its own, to
-which the session's number is then added a second time. So a number among the settings that differs is named in a
-warning.
+A user may change a setting on purpose. A setting may also be a step number from a checkpoint of the script. The
+script would add it to the session's step number, and so count these steps twice. So a warning names each setting that
+is a number and has changed.
 
 Invariant: all steps of a loop are made with the same inputs.
 """
@@ -38,12 +39,13 @@ SETTINGS_MAX = 100
 
 
 class InputValues:
-    """The inputs of the loops of one rank.
+    """The inputs of the loops of one rank, and their comparison with those of the job.
 
     Args:
-        source: the adapter; None: it cannot digest values, or nothing is checked.
-        variables: the check of other variables, which knows the state of the session.
-        warns: this rank warns of settings.
+        source: the adapter; None if the adapter cannot digest values, or nothing is checked.
+        variables: the check of the variables on which updates depend; it knows which variables are state of the
+            session.
+        warns: this rank logs the warnings about settings.
     """
 
     def __init__(self, source: DescribesUpdates | None, variables: UpdateVariables, *, warns: bool) -> None:
@@ -62,7 +64,10 @@ class InputValues:
         self._continues = True
 
     def of_rank(self) -> dict[str, Any]:
-        """Return the rank-local values of the open loop; empty: it has no inputs."""
+        """Return the rank-local values for the open loop: digests of its inputs, and settings.
+
+        The result is empty if there are none.
+        """
         values: dict[str, dict[str, Any]] = {KEY: self._digests, SETTINGS_KEY: self._settings}
         return {key: found for key, found in values.items() if found}
 
@@ -72,10 +77,10 @@ class InputValues:
         Args:
             step: the present step.
             again: the job has opened this loop before.
-            follows: the job has opened the loop of the epoch before.
+            follows: the job has opened the loop of the previous epoch.
 
         Raises:
-            StepError: an input has another value than before this process.
+            StepError: an input has another value than in the earlier process.
         """
         before, settings = self._digests, self._settings
         self._read()
@@ -100,7 +105,7 @@ class InputValues:
             self._digests = {**before, **self._digests}
 
     def _compare_settings(self, before: Mapping[str, bool | int | float]) -> None:
-        """Warn of numbers among the settings that were others ``before``."""
+        """Warn of settings that are numbers and had other values ``before``."""
         here = self._settings
         changed = [name for name, value in here.items() if before.get(name, value) != value]
         if changed and self._warns:
@@ -151,7 +156,7 @@ class InputValues:
 
 
 def _is_stored(variable: PlacedVariable) -> bool:
-    """Return whether a variable has its value itself, and no code computes it (a property), nor a library has it."""
+    """Return whether the value is stored in the variable itself: not a property, and not an attribute of a module."""
     *_, owner = ("", *owners_of(variable.name))
     if not owner:
         return True

@@ -1,10 +1,11 @@
-"""The attributes that objects in ``state=`` keep: a part of the search for variables on which updates depend.
+"""The attributes of objects in ``state=`` that the session saves, for the search for variables on which updates depend.
 
-Theory. The session saves what ``state_dict()`` of such an object returns. An attribute that this method does not read
-begins again in a new process, although its object is in ``state=``. So the source of the method is read: each chain
-``self.a.b`` in it names an attribute that is kept, and if its value is an object, all of that object. A method of the
-script that it calls counts with its body. Where the method uses ``self`` itself (``vars(self)``, ``super()``), or is no
-code of the script, all attributes of the object are kept.
+Theory. The session saves the result of ``state_dict()`` of each object in ``state=``. An attribute that this method
+does not read has its initial value in a new process, although the object is in ``state=``. So the source of the
+method is read. Each chain ``self.a.b`` in the source names a kept attribute. If the value of that attribute is an
+object, all attributes of the object count as kept. Methods of the script that ``state_dict()`` calls are also read.
+If the method uses ``self`` itself (``vars(self)``, ``super()``), or belongs to a library, all attributes of the
+object count as kept.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _WHOLE = ("__dict__", "__getstate__")
 
 
 class KeptAttributes(NamedTuple):
-    """What the session keeps of objects of the script.
+    """The attributes of the script's objects that the session saves.
 
     Attributes:
-        attributes: each attribute, with the id of its object.
+        attributes: pairs of the id of an object and the name of a kept attribute.
         objects: ids of the objects of which all attributes are kept.
     """
 
@@ -40,7 +41,7 @@ class KeptAttributes(NamedTuple):
 
 
 def kept_by(items: Iterable[object]) -> KeptAttributes:
-    """Return what ``state_dict()`` of ``items`` keeps, by the source of this method."""
+    """Return the attributes that ``state_dict()`` of each of ``items`` saves, found in the source of this method."""
     attributes: set[tuple[int, str]] = set()
     objects: set[int] = set()
     for item in items:
@@ -53,7 +54,10 @@ def kept_by(items: Iterable[object]) -> KeptAttributes:
 
 
 def _read(item: object, method: str, depth: int) -> Iterator[tuple[object, str]]:
-    """Yield the attributes that a method of ``item`` reads, each with its object; no name stands for all of them."""
+    """Yield the attributes that a method of ``item`` reads, as pairs (object, name).
+
+    An empty name means all attributes.
+    """
     function = inspect.unwrap(found) if callable(found := static_of(item, method)) else None
     source = None
     if isinstance(function, FunctionType) and of_script(function.__code__.co_filename):
@@ -71,7 +75,7 @@ def _read(item: object, method: str, depth: int) -> Iterator[tuple[object, str]]
 
 
 def _chains(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the longest chains of attributes below ``node``."""
+    """Yield the longest chains of attributes (``self.a.b``) below ``node``."""
     for child in ast.iter_child_nodes(node):
         if chain(child):
             yield child

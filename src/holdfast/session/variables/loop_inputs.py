@@ -1,14 +1,15 @@
 """The inputs of a loop over steps: variables that code before the loop sets, and on which the updates depend.
 
-Theory. The code between the begin of the session and the loop, and the code at the begin of an epoch, run again in each
-process that continues the job. There they have the weights of the newest step, and not those of the begin of the epoch.
-So a variable that they compute from weights (the assignments of a clustering, a copy of the model) gets another value,
-on all ranks alike if all ranks have started again.
+Theory. The code between the start of the session and the loop runs again in each process that continues the job, and
+so does the code at the start of an epoch. In such a process the code finds the weights of the newest step, and not
+those from the start of the epoch. So a variable that the code computes from weights (the assignments of a clustering,
+a copy of the model) gets another value. If all ranks have started again, the value is wrong on all of them alike.
 
-The search takes the names on which the updates in the loop depend, and which the loop does not write. They may be set
-again if the function around the loop assigns them after the begin of the session, or a caller passes such a variable,
-or one that it computes in the call. An attribute counts if an attribute of this name is assigned there. The others are
-settings, which the script reads before the session. A job may continue with other ones.
+The search takes the names on which the updates in the loop depend, and which the loop does not write. Such a name may
+be set again if the function around the loop assigns it after the start of the session. It may also be set again if it
+is a parameter, and a caller passes such a variable or the result of a call. An attribute counts if this code assigns
+any attribute of the same name. All other names are settings, which the script sets before the session. A job may
+continue with other settings.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class InputOrigin(Enum):
 
 
 class LoopInput(NamedTuple):
-    """An input of a loop over steps."""
+    """An input of a loop over steps: the variable, and the code that sets it."""
 
     variable: PlacedVariable
     origin: InputOrigin
@@ -59,8 +60,8 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
     """Return the inputs of the loop over steps that the script begins now.
 
     Args:
-        places: the places of ``deciding_variables.all_places``. The innermost one in a loop with updates is the begin
-            of the loop.
+        places: the result of ``deciding_variables.all_places``. The innermost place in a loop with updates is the
+            start of that loop.
     """
     for depth, place in enumerate(places):
         loops = with_bodies(place, loops_around(*place)[-1:], places[:depth])
@@ -78,13 +79,13 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
 
 
 def _inside_session(places: Places) -> Places:
-    """Return ``places`` up to the function that begins the session; all of them if none is known to begin it."""
+    """Return ``places`` up to the function that begins the session; all places if no such function is known."""
     begins = (depth for depth, place in enumerate(places) if _begin_of_session(scope_of(*place), place[1]))
     return places[: next(begins, len(places)) + 1]
 
 
 def _origin(name: str, places: Places) -> InputOrigin:
-    """Return the code that sets ``name``, a variable of the function with the loop at the first of ``places``."""
+    """Return which code sets ``name``, a variable of the function that has the loop (the first of ``places``)."""
     if _is_set(name, places, _InputSearch(places[0], turns=True)):
         return InputOrigin.EPOCH
     after = _is_set(name, places, _InputSearch(places[0], turns=False))
@@ -92,11 +93,11 @@ def _origin(name: str, places: Places) -> InputOrigin:
 
 
 class _InputSearch(NamedTuple):
-    """A search for code that sets variables and runs again.
+    """A search for code that runs again in a new process and sets variables.
 
     Attributes:
         steps: the place of the loop over steps.
-        turns: code outside of all loops does not count.
+        turns: True if only code inside of loops counts.
     """
 
     steps: tuple[str, int]
@@ -107,7 +108,7 @@ def _is_set(name: str, places: Places, search: _InputSearch) -> bool:
     """Return whether code that runs again may set the variable ``name`` of the function at the first of ``places``.
 
     Args:
-        places: that function, and the functions that have called it.
+        places: the place of that function, then those of the functions that have called it.
         search: the search.
     """
     owners = owners_of(name)
@@ -133,25 +134,28 @@ def _is_set(name: str, places: Places, search: _InputSearch) -> bool:
 
 @cache
 def _names_in(place: tuple[str, int]) -> frozenset[str]:
-    """Return the names of the variables that the function of ``place`` writes."""
+    """Return the names of the variables that the function at ``place`` writes."""
     return frozenset(written([scope_of(*place)]))
 
 
 @cache
 def _names_set(places: Places, search: _InputSearch) -> frozenset[str]:
-    """Return the names of the variables that the region of the first of ``places`` writes."""
+    """Return the variables that the code of the first of ``places`` writes when it runs again (:func:`_region`)."""
     return frozenset(written(_region(places, search)))
 
 
 @cache
 def _attributes_set(places: Places, search: _InputSearch) -> frozenset[str]:
-    """Return the last names of attributes that the region of the first of ``places`` assigns, also in functions."""
+    """Return the names of attributes that the code of :func:`_region` assigns, also in the functions that it calls."""
     names = written([module_with_bodies(places[0], list(_region(places, search)))])
     return frozenset(name.rpartition(".")[2] for name in names if "." in name)
 
 
 def _region(places: Places, search: _InputSearch) -> Iterator[ast.AST]:
-    """Yield the nodes of the function at the first of ``places`` that run again, without the loop over steps."""
+    """Yield the nodes of the function at the first of ``places`` that run again in a new process.
+
+    The loop over steps is left out.
+    """
     place, *outside = places
     scope, loops = scope_of(*place), loops_around(*place)
     loop = loops[-1] if place == search.steps else None
@@ -168,13 +172,13 @@ def _region(places: Places, search: _InputSearch) -> Iterator[ast.AST]:
 
 
 def _begin_of_session(scope: ast.AST, line: int) -> int | None:
-    """Return the newest line before ``line`` in which a function begins a session; None: there is none."""
+    """Return the last line up to ``line`` in which ``scope`` begins a session; None if there is none."""
     calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and node.lineno <= line)
     return max((node.lineno for node in calls if _SESSION.search(dotted(node.func))), default=None)
 
 
 def _after(node: ast.AST, begin: int, loop: ast.AST | None) -> Iterator[ast.AST]:
-    """Yield the largest nodes in ``node`` after line ``begin`` that do not contain ``loop``."""
+    """Yield the largest subtrees of ``node`` that come after line ``begin`` and do not contain ``loop``."""
     for child in ast.iter_child_nodes(node):
         if child is loop:
             continue
@@ -185,7 +189,7 @@ def _after(node: ast.AST, begin: int, loop: ast.AST | None) -> Iterator[ast.AST]
 
 
 def _parameters(place: tuple[str, int]) -> set[str]:
-    """Return the parameters of the function of ``place``."""
+    """Return the names of the parameters of the function at ``place``."""
     match scope_of(*place):
         case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
             return {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)}
@@ -193,7 +197,10 @@ def _parameters(place: tuple[str, int]) -> set[str]:
 
 
 def _argument(place: tuple[str, int], parameter: str, caller: tuple[str, int]) -> ast.expr | None:
-    """Return the argument for a parameter of the function of ``place`` in its call at ``caller``; None: not known."""
+    """Return the argument that the call at ``caller`` passes for a parameter of the function at ``place``.
+
+    The result is None if the argument is unknown.
+    """
     scope = scope_of(*place)
     if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
         return None

@@ -1,4 +1,4 @@
-"""Defects of a search in the script's source: a warning in place of an exception."""
+"""The handling of defects in a search of the script's source: they cause a warning instead of an exception."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ log = logging.getLogger("holdfast")
 
 @contextmanager
 def warns_of_defects(consequence: str) -> Iterator[None]:
-    """Turn an exception of a search into a warning. It must not end a training, nor be hidden.
+    """Turn an exception in the ``with`` body into a warning.
+
+    A defect of a search must neither end a training nor be hidden.
 
     Args:
-        consequence: what follows from a search that failed, in words.
+        consequence: the consequence of the failed search, in words, for the warning.
     """
     try:
         yield

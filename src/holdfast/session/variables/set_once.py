@@ -1,20 +1,21 @@
-"""The variables that a script sets once, and those of them that follow from a collective of the script.
+"""The variables that a script sets only once, and which of them are set from a collective of the script.
 
-Theory. A variable that the first block sets from its data, and later blocks use, is set from other data by a process
-that joins or resumes.
+Theory. The first block may set a variable from its data, and later blocks use it. A process that joins or resumes
+sets this variable from other data.
 
-A block may set a statistic if it has none yet, from a sum over the ranks that each block makes::
+A block may set a statistic if the statistic has no value yet, from a sum over the ranks that each block makes::
 
     dist.all_reduce(mean)
     if self.mean is None:
         self.mean = mean
 
-The check of a block runs it without peers. So the check sets the variable from the data of this rank, and no later run
-sets it again. All runs agree in their results and in their collectives, so no comparison of them shows this.
+The check of a block runs the block without peers. So the check sets the variable from the data of this rank alone,
+and no later run sets the variable again. All runs then have equal results and equal collectives, so no comparison of
+the runs shows the defect.
 
-The search takes the assignments of a block in the order of the source. What a collective changes or returns is
-*summed*, and so is what is assigned from it. An assignment is made *once* if its condition is about a variable that is
-assigned under this condition, and that the block assigns nowhere else. A count that each block adds to
+The search reads the assignments of a block in the order of the source. A variable is *summed* if a collective changes
+or returns it, or if it is assigned from a summed variable. An assignment is made *once* if its condition reads a
+variable that is assigned under this condition, and that the block assigns nowhere else. A count that each block adds to
 (``self.seen += 1``, ``if self.seen % 8 == 0: ...; self.seen = 0``) is no such variable: runs of the block differ in it.
 """
 
@@ -44,9 +45,12 @@ _OUTPUTS = ("tensor", "tensor_list", "output", "output_tensor", "object_list", "
 
 @cache
 def set_once(places: Places) -> Mapping[str, bool]:
-    """Return the variables at the last of ``places`` that the loop there sets once.
+    """Return the variables that the loop of the outermost stack frame sets once.
 
-    The value is True if the block sets the variable from a collective.
+    The keys are the names. A value is True if the block sets the variable from a collective.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
     """
     found: dict[str, bool] = {}
     for node, inside in ((outermost_loop(places), False), (block_at(places), True)):
@@ -65,16 +69,16 @@ def _others(node: ast.AST) -> set[str]:
 
 
 class _OnceSearch:
-    """The search in one loop or block.
+    """The search for variables that are set once, in one loop or block.
 
     Args:
         changing: variables that say nothing about what is set already, because the loop or block also sets them
             otherwise.
 
     Attributes:
-        once: the variables that are set once.
-        others: the variables that are set otherwise.
-        sums: those of ``once`` that are set from a collective.
+        once: variables with an assignment that is made once (see the module).
+        others: variables with any other assignment.
+        sums: the variables of ``once`` that are set from a collective.
     """
 
     def __init__(self, changing: set[str]) -> None:
@@ -151,7 +155,10 @@ def _is_collective(node: ast.AST) -> bool:
 
 
 def _is_handle(value: ast.expr) -> bool:
-    """Return whether a call in ``value`` only begins a collective. A ``wait()`` in a later block is refused there."""
+    """Return whether a call in ``value`` begins a collective with ``async_op``.
+
+    The search ignores such a call, because a ``wait()`` in a later block is refused.
+    """
     calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and _is_collective(node))
     return any(
         each.arg == "async_op" and not _is_false(each.value) for call in calls for each in call.keywords

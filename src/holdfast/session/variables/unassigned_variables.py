@@ -6,9 +6,9 @@ and Python offers no way to skip that code. An assignment such as ``loss = train
 Therefore each name that the rest of the block would have assigned, and that has no value yet, gets a
 :class:`NotComputed`. This object is a nan that accepts every operation on a result, and warns the user once.
 
-A block that uses such a variable must not compute with a nan: the variable has its value from an earlier block, or from
-code that does not run where a block runs again, and this process has run neither. So the placeholders are exchanged
-while a block is open: a :class:`NotAssigned` refuses every operation but that of a text.
+A block that uses such a variable must not compute with a nan. The value would come from an earlier block, or from
+code that is skipped when a block runs again, and this process has run neither. So while a block is open, each
+placeholder is exchanged for a :class:`NotAssigned`, which refuses every operation except conversion to text.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class NotComputed(float):
 
 
 class NotAssigned:
-    """The placeholder for a variable while a block is open. It can be printed; other operations raise a StepError.
+    """The placeholder for a variable while a block is open. Printing is allowed; other operations raise StepError.
 
     Args:
         name: the variable, named in the error.
@@ -116,12 +116,12 @@ class NotAssigned:
         return "nan"
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        """Raise an error, because the value of the variable may have the attribute: ``x.to(device)``."""
+        """Raise an error for any attribute (``x.to(device)``), because the missing value may have that attribute."""
         _refuse(self, kind=_UnassignedAttributeError)
 
 
 class _UnassignedAttributeError(StepError, AttributeError):
-    """The error for an attribute of a variable without a value. ``hasattr`` answers False."""
+    """The error for an attribute of a variable without a value. With this error ``hasattr`` returns False."""
 
 
 def _refuse(unassigned: NotAssigned, *_: object, kind: type[StepError] = StepError) -> NoReturn:
@@ -141,7 +141,7 @@ def bind(trace: TracebackType | None) -> None:
     """Assign a placeholder to each unset variable to which the rest of an aborted block would have assigned a value.
 
     Args:
-        trace: the traceback of the exception that left the block. None: nothing is assigned.
+        trace: the traceback of the exception that left the block. None if nothing is assigned.
     """
     if trace is None:
         return
@@ -156,7 +156,7 @@ def exchange(*, inside: bool) -> None:
     """Exchange the placeholders in the frames of the script.
 
     Args:
-        inside: a block begins, which must not compute with them. False: a block has ended.
+        inside: True if a block begins, which must not compute with placeholders; False if a block has ended.
     """
     if not _bound:
         return

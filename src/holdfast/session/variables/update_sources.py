@@ -1,9 +1,10 @@
-"""The parts of a loop from which its updates follow: gradients, rates, averages of weights and other state.
+"""The expressions of a loop on which its updates depend: losses, learning rates, averages of weights and other state.
 
-Theory. Weights change by an optimizer, whose gradients come from what ``backward()`` is called on, and whose settings
-are assigned or set by a schedule. They also change by the script itself: a moving average of the weights, noise in the
-gradients. The tensors of modules are known by the method that gives them (``parameters()``), and those of containers
-because the session has them as its state. A sum over an evaluation is neither, so it is no update.
+Theory. An optimizer changes weights. Its gradients come from the object on which ``backward()`` is called, and its
+settings come from assignments or a schedule. The script itself also changes weights and gradients, for example by a
+moving average or by noise. Tensors of modules are recognized by the method that returns them (``parameters()``).
+Tensors in containers are recognized because they are state of the session. Any other value, such as a sum over an
+evaluation, does not count as an update.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _IN_PLACE = ("copy_", "sub_", "add_")
 
 
 def sources(body: ast.AST, state: Set[str]) -> list[ast.AST]:
-    """Return the nodes on which the losses, rates and updates in ``body`` depend.
+    """Return the expressions (nodes of a syntax tree) on which the losses, rates and updates in ``body`` depend.
 
     Args:
         body: a loop, with the bodies of the functions that it calls.
-        state: those of :func:`changed` that are state of the session.
+        state: names from :func:`changed` that are state of the session.
     """
     return _sources(body, _tensors(body, state))
 
@@ -36,14 +37,14 @@ def sources(body: ast.AST, state: Set[str]) -> list[ast.AST]:
 def changed(loop: ast.AST) -> set[str]:
     """Return the names of containers, elements, attributes and tensors that a loop changes in place.
 
-    An element with a constant text as its key has a name of its own (``past["step"]``).
+    An element whose key is a constant string has a separate name (``past["step"]``).
     """
     found = {_name(target) for assignment, _ in assigned(loop) for target in targets(assignment)}
     return (found | {_name(_tensor(node)) for node in ast.walk(loop)}) - {""}
 
 
 def dotted(node: ast.expr) -> str:
-    """Return a variable with its attributes as text: ``self.scheduler.step``. Other parts are left out."""
+    """Return a variable and its attributes as text (``self.scheduler.step``). Parts of other kinds are left out."""
     match node:
         case ast.Name():
             return node.id
@@ -53,7 +54,10 @@ def dotted(node: ast.expr) -> str:
 
 
 def _name(target: ast.expr | None) -> str:
-    """Return the name of the variable or attribute that a change of ``target`` changes; empty if it has no name."""
+    """Return the name of the variable or attribute that an assignment to ``target`` changes in place.
+
+    The result is empty if there is none.
+    """
     match target:
         case None | ast.Name(ctx=ast.Store()):
             return ""
@@ -63,7 +67,7 @@ def _name(target: ast.expr | None) -> str:
 
 
 def _tensor(node: ast.AST) -> ast.expr | None:
-    """Return the tensor that a call of a method changes in place; None: it is no such call."""
+    """Return the tensor that a method call changes in place; None if ``node`` is not such a call."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name, value=tensor)) if name in _IN_PLACE:
             return tensor
@@ -71,7 +75,7 @@ def _tensor(node: ast.AST) -> ast.expr | None:
 
 
 def _tensors(body: ast.AST, state: Set[str]) -> Set[str]:
-    """Return the names in ``body`` for tensors of modules and of the state, and for containers of such tensors."""
+    """Return the names in ``body`` that stand for tensors of modules or of the state, or for their containers."""
     assignments = [assignment for assignment, _ in assigned(body)]
     found, size = set(state), -1
     while size != len(found):
@@ -84,7 +88,10 @@ def _tensors(body: ast.AST, state: Set[str]) -> Set[str]:
 
 
 def _is_one(value: ast.expr, tensors: Set[str], *, inside: bool) -> bool:
-    """Return whether ``value`` is one of ``tensors``, or a method gives it; ``inside``: or whether a part of it is."""
+    """Return whether ``value`` is one of ``tensors``, or a method returns it.
+
+    With ``inside``, it is enough if this holds for a part of ``value``.
+    """
     match value:
         case ast.Call(func=called) if _GIVES_TENSORS.search(dotted(called)):
             return True
@@ -106,14 +113,14 @@ def _sources(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
 
 
 def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
-    """Return the nodes from which one statement or call sets a rate, computes gradients, or moves weights or state.
+    """Return the expressions from which one statement sets a rate, computes gradients, or changes weights or state.
 
-    A rate is a setting of a parameter group that schedules change. It is set by ``group["lr"] = ...``, or by a call of
-    a function whose name begins with ``lr``, ``learning_rate`` or ``scheduler``, also after a dot or an underscore, or
-    of the method ``step`` of a schedule of torch.
-    An average of weights is moved by a product in place of what is no number. Other changes in place count for the
-    names of ``tensors``. An optimizer of the script moves weights by anything in its ``step``. An attribute of a
-    library's module is a setting of the loss (``dropout.p``).
+    A rate is a setting of a parameter group that schedules change. An assignment ``group["lr"] = ...`` sets a rate.
+    So does a call of a function with ``lr``, ``learning_rate`` or ``scheduler`` at the start of its name, or after a
+    dot or an underscore in the name. So does the method ``step`` of a schedule of torch. A product in place (``*=``),
+    of anything but a number, counts as an average of weights. Other changes in place count only for the names in
+    ``tensors``. All statements in the ``step`` of an optimizer of the script count. An assigned attribute of a
+    library's module counts as a setting of the loss (``dropout.p``).
     """
     match node:
         case CallWithBody(updates=True, body=body):
@@ -149,7 +156,7 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
 
 
 def _is_schedule(called: ast.expr) -> bool:
-    """Return whether a method belongs to a schedule of torch, which may have any name."""
+    """Return whether ``called`` is the method ``step`` of a schedule of torch. The variable may have any name."""
     match called:
         case ast.Attribute(attr="step", value=owner):
             return type(value_now(chain(owner))).__module__ == "torch.optim.lr_scheduler"

@@ -1,25 +1,26 @@
 """The variables of a script on which its updates depend, and the check that they continue with the job.
 
 Theory. A script may decide by variables of its own about an update, a learning rate or a part of the loss. A process
-that joins or continues a job runs the script from its top, and begins with the variables of a start. A variable in the
-loss changes the gradients of all ranks alike, because they are summed. So no comparison of the state shows it. The
-source is searched for such variables, and their values are compared:
+that joins or continues a job runs the script from its top, and begins with the initial values of these variables. A
+variable in the loss changes the gradients of all ranks alike, because the gradients are summed. So no comparison of
+the state shows it. The source is searched for such variables, and their values are compared:
 
 - between the ranks, when a replacement votes for the first time (``equal_updates.py``);
-- with the state, in a process that continues the job, and where all ranks are replacements: ranks that make other
-  collectives in a block may be lost one after the other, before any vote. The state holds the values at the first step
-  of the job and at the newest one (``variable_history.py``);
-- with the rank-local values, if the ranks have different values. These hold the values of each rank in the same way.
-  Arrays that only some steps fill are often the data of one rank, so they are only compared in this way. So are objects
-  in the place of a plain value (``teacher = None``), of which only their presence is compared;
-- with the rank-local values at the end of the first step that has changed a variable, because the values at its update
-  are still those of a start.
+- with the state, in a process that continues the job. This also covers a job in which all ranks are replacements,
+  because ranks may be lost one after the other, before any vote. The state holds the values at the first and at the
+  newest step of the job (``variable_history.py``);
+- with the rank-local values, if the ranks have different values. The rank-local values hold the values of each rank
+  at the same two steps. Arrays that only some steps fill are often the data of one rank, so they are only compared in
+  this way. The same applies to a variable that has an object where it was None before (``teacher = None``). Only the
+  presence of such an object is compared;
+- with the rank-local values, at the end of the first step that has changed a variable. At the update of that step the
+  variable still has its initial value.
 
 A warning names the variables when they change for the first time, before any fault. Another warning names variables
 that decide whether a file is saved (the best result so far): a new process would replace the file of the best result.
-The weights do not depend on them, so nothing is refused.
+The weights do not depend on these variables, so no script is refused for them.
 
-Invariant: after the ranks have differed in the values, each rank is compared only with itself.
+Invariant: after the values have differed between ranks, each rank is compared only with its own earlier values.
 """
 
 from __future__ import annotations
@@ -87,15 +88,15 @@ class UpdateVariables:
     """The check of the variables on which one rank's updates depend.
 
     Args:
-        on: False: no variables are searched, so nothing is checked.
-        source: the adapter, if it can describe updates.
-        warns: this rank warns of the variables.
+        on: if False, no variables are searched, so nothing is checked.
+        source: the adapter; None if the adapter cannot describe updates.
+        warns: this rank logs the warnings about the variables.
 
     Attributes:
         set_once: the variables that the script sets only once, each with a flag. The flag is True if a block sets the
             variable from the result of a collective.
-        mixed: the ranks have had different values in a vote that passed.
-        met: the values of this process have been compared with those of other ranks.
+        mixed: True if, in a vote that has passed, ranks had different values.
+        met: True if the values of this process have been compared with those of other ranks.
     """
 
     def __init__(self, source: DescribesUpdates | None, *, on: bool, warns: bool) -> None:
@@ -117,7 +118,7 @@ class UpdateVariables:
         self.met = False
 
     def leave_out(self, item: object) -> None:
-        """Leave out the attributes of ``item``: the session keeps them for each rank."""
+        """Exclude the attributes of ``item`` from the check, because the session keeps them for each rank."""
         self._left_out.append(item)
 
     def opens(self) -> None:
@@ -125,10 +126,11 @@ class UpdateVariables:
         self._history.values = self._of_rank.values = {}
 
     def search(self, *, joins: bool) -> None:
-        """Search the source for variables on which the optimizer that now steps for the first time depends.
+        """Search the source for the variables on which an optimizer depends, at the first step of that optimizer.
 
         Args:
-            joins: this process replaces a lost one. It does not warn: a process before it has warned.
+            joins: this process replaces a lost process. It logs no warnings, because the lost process has logged
+                them.
         """
         if not self._on:
             return
@@ -154,35 +156,36 @@ class UpdateVariables:
             self._file_names.update(self._undeclared(file_variables(places), places))
 
     def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> Names:
-        """Return the names, with their places, that are not known yet and are no state of the session."""
+        """Return the variables in ``found`` that are new and not state of the session: the names with their places."""
         new = (each for each in found if each.name not in self._names)
         return {each.name: (each.place, places) for each in self.without_state(new)}
 
     def without_state(self, found: Iterable[PlacedVariable]) -> list[PlacedVariable]:
-        """Return the variables in ``found`` that are no state of the session."""
+        """Return the variables in ``found`` that are not state of the session."""
         objects = [] if self._source is None else self._source.objects()
         kept = kept_by(objects)
         return [each for each in found if not self._declared(each.name, each.place, objects, kept)]
 
     def passes_end(self) -> None:
-        """Read the values where this process continues the job at the end of a loop: the code after it may change them.
+        """Read the values of the variables at the end of the loop in which this process continues the job.
 
-        The source has not been searched yet, so the names are those of the state.
+        The code after the loop may change them. The source has not been searched yet, so the names come from the
+        loaded state.
         """
         for history in (self._history, self._of_rank):
             if history.continues:
                 history.passes_end(_plain(values_of(history.newest), self._source))
 
     def enters_loop(self) -> None:
-        """Read the values where this process enters the loop of the state that it continues."""
+        """Read the values of the variables when this process enters the loop in which it continues the job."""
         if self._of_rank.continues:
             self._of_rank.enters(_plain(values_of(self._of_rank.newest), self._source))
 
     def look(self, *, joins: bool) -> None:
-        """Read the values at the first update of a block.
+        """Read and compare the values of the variables at the first update of a block.
 
         Raises:
-            StepError: this process continues the job, and a variable has begun again.
+            StepError: this process continues the job, and a variable has its initial value again.
         """
         if self._warns and (names := {n: at for n, at in self._file_names.items() if n not in self._told}):
             self._warn("whether a file is saved depends on", names, _plain(_values(names), self._source))
@@ -210,11 +213,11 @@ class UpdateVariables:
         self._note_set_once(joins=joins)
 
     def _note_set_once(self, *, joins: bool) -> None:
-        """Warn of numbers and arrays that were the same in all steps of the job until now, and have another value.
+        """Warn of numbers and arrays that had one value in all earlier steps of the job, and have another value now.
 
-        The script may set them once from data (the first loss). It may also have been started with another setting. A
-        replacement has the settings of the lost process, so an array of one rank is refused there. A number may be a
-        time.
+        The script may set such a variable once from data (the first loss). The user may also have changed a setting
+        before this start. No setting changes between a lost process and its replacement. So a replacement refuses an
+        array that has another value. A number is not refused, because it may be a time.
 
         Raises:
             StepError: such an array differs in a replacement.
@@ -238,7 +241,7 @@ class UpdateVariables:
             )
 
     def _warn(self, what: str, names: Names, values: Mapping[str, PlainValue]) -> None:
-        """Warn of the variables that have changed. The others may be settings, or caches of one value."""
+        """Warn of the variables that have changed in this process. Unchanged variables may be settings or caches."""
         changed = [name for name, value in values.items() if self._began.setdefault(name, value) != value]
         new = [name for name in changed if name not in self._told | self._partly] if self._warns else []
         if new:
@@ -253,11 +256,11 @@ class UpdateVariables:
 
     @property
     def again(self) -> bool:
-        """True if this process continues the job, and a variable has begun again in the open block."""
+        """True if this process continues the job, and a variable has its initial value again in the open block."""
         return bool(self._history.begun_again(self._names))
 
     def refuse(self) -> NoReturn:
-        """Raise a StepError that names the variables that have begun again."""
+        """Raise a StepError that names the variables that have their initial values again."""
         self._refuse(self._history.begun_again(self._names), self._history, HINT)
 
     def _refuse(self, again: Mapping[str, PlainValue], history: VariableHistory, hint: str) -> NoReturn:
@@ -270,14 +273,17 @@ class UpdateVariables:
         )
 
     def number(self) -> int:
-        """Return a number from 1 to STEP_MODULUS - 1 that identifies the values; 0: there are none."""
+        """Return a number from 1 to STEP_MODULUS - 1 that identifies the values in the open block.
+
+        The result is 0 if there are no values.
+        """
         values = sorted(self._history.values.items())
         return identified(repr([(name, _number(value)) for name, value in values]).encode()) if values else 0
 
     def numbers(self) -> dict[str, int]:
         """Return a number for each value in the open block, by the name of the variable.
 
-        Generators are left out: the search also finds those whose items no update uses.
+        Generators are left out, because the search also finds generators whose items no update uses.
         """
         return {
             name: identified(repr(_number(value)).encode())
@@ -291,7 +297,7 @@ class UpdateVariables:
         self.met = self.met or bool(self._history.values)
 
     def committed(self, *, ended: bool) -> None:
-        """Record that the step is committed. ``ended``: an epoch ends with it."""
+        """Record that the step is committed. ``ended``: an epoch ends with this step."""
         self._history.committed(ended=ended)
         self._of_rank.committed(ended=ended)
 
@@ -301,13 +307,16 @@ class UpdateVariables:
         self._of_rank.stand_at(local.get(KEY))
 
     def kept(self) -> dict[str, Any]:
-        """Return the values of variables under ``KEY``, for the state; empty: there are none, or of one rank each."""
+        """Return the values under ``KEY`` for the state of the whole job.
+
+        The result is empty if there are no values, or they differ between ranks.
+        """
         return {KEY: self._history.kept()} if self._history.newest and not self.mixed else {}
 
     def of_rank(self, *, ended: bool) -> dict[str, Any]:
         """Return the values under ``KEY`` for the rank-local values of the step after the open block.
 
-        They are empty if all variables are compared between the ranks.
+        The result is empty if all variables are compared between the ranks.
 
         Args:
             ended: an epoch ends with the open block.
@@ -327,9 +336,9 @@ class UpdateVariables:
         return bool(every) and (self.mixed or every != compared)
 
     def passed(self) -> dict[str, Any]:
-        """Read the variables that have had one value in all updates, where the script takes the next step.
+        """When the script takes the next step, read the variables that have had one value in all updates.
 
-        Return values under ``KEY`` for the rank-local values of this next step; empty: they need no change.
+        Return values under ``KEY`` for the rank-local values of this next step; empty if the earlier values stay.
         """
         if not (names := self._of_rank.unchanged - self._partly):
             return {}
@@ -341,11 +350,11 @@ class UpdateVariables:
         return {KEY: self._of_rank.kept(None if self._are_of_rank() else names)}
 
     def names(self) -> str:
-        """Return the names of the variables as text; empty: there are none."""
+        """Return the names of the variables as text; empty if there are none."""
         return ", ".join(list(self._names)[:VARIABLES_MAX])
 
     def described(self) -> str:
-        """Return the variables, those that have changed first, with their values and places in the script, as text."""
+        """Return a text with the variables, their values and places in the script. Changed variables come first."""
         where = "".join({f" ({described(places)})" for _, places in self._names.values()})
         return f"{_shown(self._history.changed_first()) or 'none'}{where}"
 
@@ -362,12 +371,12 @@ class UpdateVariables:
     def _declared(
         self, name: str, place: tuple[str, int], objects: Sequence[object], kept: KeptAttributes
     ) -> bool:
-        """Return whether the value, or an owner of the attribute (``self.rate``), is state of the session.
+        """Return whether a variable is state of the session, or is an attribute (``self.rate``) of an object that is.
 
         Args:
-            name, place: the variable.
+            name, place: name of the variable, and place of its stack frame.
             objects: the objects with ``state_dict()`` in ``state=``.
-            kept: the attributes that they keep.
+            kept: the attributes that ``state_dict()`` of these objects saves.
         """
         owners = owners_of(name)
         found = values_of([*owners, name], place)
@@ -399,7 +408,7 @@ def _number(value: PlainValue) -> PlainValue:
 
 
 def _values(names: Names) -> dict[str, object]:
-    """Return the values of variables now, each in the function of its place."""
+    """Return the present values of the variables, each from the stack frame at its place."""
     found: dict[str, object] = {}
     for place in {place for place, _ in names.values()}:
         found.update(values_of([name for name, (own, _) in names.items() if own == place], place))
@@ -407,12 +416,13 @@ def _values(names: Names) -> dict[str, object]:
 
 
 def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dict[str, PlainValue]:
-    """Return the bools, numbers and short strings in ``values``, and texts for generators, arrays and containers.
+    """Return the bools, numbers and short strings in ``values``, and a text for each generator, array and container.
 
-    Of a container with objects it is the number of items. Other values may be state of the session.
+    Of a container with objects, the text is the number of items. Values of other types are left out, because they may
+    be state of the session.
 
     Args:
-        source: the adapter, which has the contents of tensors.
+        source: the adapter, which reads the contents of tensors; if None, tensors are left out.
     """
     found: dict[str, PlainValue] = {}
     for name, value in values.items():
@@ -445,10 +455,10 @@ def _is_small(value: object) -> bool:
 
 
 def _count(value: object, depth: int) -> int:
-    """Return the number of items in a container, and in those inside of it; -1: it has an item of another kind.
+    """Return the number of items in nested containers; -1 if there are too many, or if one is not a number or string.
 
     Args:
-        depth: number of containers that may be around an item.
+        depth: largest number of containers around an item.
     """
     if value is None or isinstance(value, bool | int | float | str | np.generic):
         return 1
@@ -463,7 +473,7 @@ def _count(value: object, depth: int) -> int:
 
 
 def _as_text(value: Any) -> str:
-    """Return a text that differs for other elements of an array or container."""
+    """Return a text for an array or container. Different contents give different texts."""
     if isinstance(value, np.ndarray):
         return f"an array {value.shape} {_content_as_text(value.tobytes())}"
     text = repr(_without_kinds(value))
@@ -475,7 +485,7 @@ def _as_text(value: Any) -> str:
 
 
 def _without_kinds(value: Any) -> Any:
-    """Return the items of a container in plain ones: equal for subclasses, and numbers of NumPy."""
+    """Return a container as dicts, lists and tuples of plain items, without subclasses and NumPy numbers."""
     if isinstance(value, dict):
         return {_without_kinds(key): _without_kinds(item) for key, item in value.items()}
     if isinstance(value, _CONTAINERS):

@@ -1,16 +1,16 @@
-"""The values of variables at the first step of a job and at the newest one, and the variables that have begun again.
+"""The values of variables at the first and the newest step of a job, and the detection of variables that begin again.
 
-Theory. A process that continues a job runs the script from its top. A variable that has its first value again there,
-but had another one at the step before, has begun again. If an epoch ended with that step, the variable may count the
-steps of an epoch. Then it has begun again only if the source shows that no epoch sets it. A whole number to which the
-loop only adds has also begun again if it is smaller than at the step before: the script may begin its count at an epoch
-of a checkpoint of its own. An array has begun again if it has only zeros, and had other numbers at the step before: the
-script fills it at some steps.
+Theory. A process that continues a job runs the script from its top. A variable has *begun again* if it has its first
+value there, but had another value at the previous step. If an epoch ended with the previous step, the variable may
+count the steps of an epoch. Then it has begun again only if the source shows that the script does not reset it in an
+epoch. A whole number to which the loop only adds has also begun again if it is smaller than at the previous step: the
+script may take its initial value from a checkpoint of its own. An array has begun again if it has only zeros, and had
+other numbers at the previous step.
 
-A count has its first value at the first update, and changes after it. If the job goes back to the second step, the
-values at the updates do not show that it has begun again. So the values where the script takes the next step count as
-well, for variables that have had one value in all updates. The process that continues the job is compared at the same
-place: it begins its loop with the first value, and keeps it up to its update.
+A count has its first value at the first update, and changes after that update. If the job goes back to the second
+step, the values at the updates do not show that the count has begun again. So variables that have had one value in
+all updates are also read when the script takes the next step. In the process that continues the job, such a variable
+is compared if it has the first value both at the start of the loop and at the update.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ ARRAYS = ("an array ", "a tensor ")
 
 
 def is_array(value: PlainValue) -> bool:
-    """Return whether ``value`` stands for an array or a tensor."""
+    """Return whether ``value`` is the text that stands for an array or a tensor."""
     return isinstance(value, str) and value.startswith(ARRAYS)
 
 
 class _Record(NamedTuple):
-    """The values of variables at the first step of the job and at the newest one.
+    """The values of variables at the first step and at the newest step of the job.
 
     Attributes:
         ended: an epoch ended with the newest step.
-        passed: the values where the script has taken the step after the newest one, of variables that have changed
-            there for the first time.
+        passed: values that variables had when the script took the step after the newest one. Only variables that
+            changed there for the first time are included.
     """
 
     first: Mapping[str, PlainValue] = {}
@@ -51,7 +51,7 @@ class _Record(NamedTuple):
     passed: Mapping[str, PlainValue] = {}
 
     def of(self, names: Container[str]) -> _Record:
-        """Return the part for ``names``."""
+        """Return the part of this record that is about the variables ``names``."""
         first, newest, passed = (
             {name: value for name, value in values.items() if name in names}
             for values in (self.first, self.newest, self.passed)
@@ -63,8 +63,8 @@ class VariableHistory:
     """The history of some variables of one job.
 
     Attributes:
-        values: the values at the first update of the open block; empty: it has made no update.
-        continues: this process has taken over the history, and has not committed a step since.
+        values: the values at the first update of the open block; empty if the block has made no update.
+        continues: True if this process has loaded the history, and has not committed a step since then.
     """
 
     def __init__(self) -> None:
@@ -77,17 +77,17 @@ class VariableHistory:
 
     @property
     def newest(self) -> Mapping[str, PlainValue]:
-        """The values at the newest step of the job; of a job that this process continues: at the step before."""
+        """The values of the variables at the newest committed step of the job."""
         return self._record.newest
 
     def stand_at(self, kept: object) -> None:
-        """Take over the history in ``kept``, a result of :meth:`kept`. Another value is no history."""
+        """Take over the history in ``kept``, a result of :meth:`kept`. Any other value of ``kept`` is ignored."""
         fields = len(_Record._fields)
         if isinstance(kept, list) and len(kept) in (fields - 1, fields):  # earlier versions had no last entry
             self._record, self.continues = _Record(*kept), True
 
     def passes_end(self, values: Mapping[str, PlainValue]) -> None:
-        """Keep ``values``, the values at the end of a loop, as those with which this process continues.
+        """Keep ``values``, the values at the end of a loop, as the values with which this process continues the job.
 
         The code after the loop may change the variables before the first update.
         """
@@ -99,17 +99,17 @@ class VariableHistory:
 
     @property
     def first(self) -> Set[str]:
-        """The variables with a value at the first step of the job."""
+        """The names of the variables that had a value at the first step of the job."""
         return self._record.first.keys()
 
     @property
     def unchanged(self) -> Set[str]:
-        """The variables that have had one value in all updates."""
+        """The names of the variables that have had one value in all updates."""
         first, newest, *_ = self._record
         return {name for name, value in newest.items() if first.get(name) == value}
 
     def passes(self, values: Mapping[str, PlainValue]) -> bool:
-        """Record ``values`` of unchanged variables where the script takes the next step.
+        """When the script takes the next step, record ``values``, the values of unchanged variables.
 
         Return whether the history has changed.
         """
@@ -119,14 +119,14 @@ class VariableHistory:
         return changed != before
 
     def before(self, name: str) -> PlainValue:
-        """Return the value with which the job has come to the open block, as far as it is known."""
+        """Return the last known value of a variable before the open block."""
         return self._record.passed.get(name, self.newest[name])
 
     def begun_again(self, names: Names) -> dict[str, PlainValue]:
-        """Return the variables that have their initial value again in the open block, with these values.
+        """Return the variables that have begun again in the open block, with their values.
 
-        Such a variable did not continue from its value at the step before. Empty if this process does not continue a
-        job.
+        Such a variable did not continue from its value at the previous step. The result is empty if this process does
+        not continue a job.
         """
         if not self.continues:
             return {}
@@ -150,14 +150,14 @@ class VariableHistory:
         return all(self._record.first.get(name) == value for name, value in values.items())
 
     def changed_first(self) -> dict[str, PlainValue]:
-        """Return the values at the open block. Variables that have had one value in all updates come last."""
+        """Return the values in the open block. Variables that have had one value in all updates come last."""
         return dict(sorted(self.values.items(), key=lambda item: item[0] in self.unchanged))
 
     def first_changes(self) -> dict[str, PlainValue]:
         """Return the numbers, arrays and tensors that the open block has changed for the first time.
 
-        At all earlier steps each of them had one value. Empty if this process does not continue the job. A variable
-        that was a whole number before is left out, because it is no number from data.
+        At all earlier steps each of them had one value. The result is empty if this process does not continue the
+        job. A variable that was a whole number before is left out, because it was not computed from data.
         """
         first, newest, *_ = self._record
         return {
@@ -170,7 +170,7 @@ class VariableHistory:
         }
 
     def kept(self, names: Container[str] | None = None) -> list[Any]:
-        """Return the history for the state, of ``names`` alone unless they are None."""
+        """Return the history for the state. If ``names`` is given, return only the part for these variables."""
         return list(self._record if names is None else self._record.of(names))
 
     def kept_after(self, names: Container[str] | None = None, *, ended: bool) -> list[Any]:
@@ -184,7 +184,7 @@ class VariableHistory:
         return list(record if names is None else record.of(names))
 
     def committed(self, *, ended: bool) -> None:
-        """Record that the step of the open block is committed. ``ended``: an epoch ends with it."""
+        """Record that the step of the open block is committed. ``ended``: an epoch ends with this step."""
         # A block without an update has not compared the values.
         self._record, self.continues = self._next(ended=ended), self.continues and not self.values
 

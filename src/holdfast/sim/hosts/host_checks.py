@@ -209,7 +209,7 @@ class HostChecks(Checks):
                 raise
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """Check, after a rank changed its state, that no rank updates a step that another rank discards.
+        """After a change of a rank's state, check that no rank updates a step that another rank discards.
 
         This is allowed only if one of the two ranks was given up. ``old`` and ``new`` are states of the step protocol.
         """
@@ -255,12 +255,12 @@ class HostChecks(Checks):
             raise Violation("no_progress_is_killed", text)
 
     def elected(self, node_id: NodeId, term: int) -> None:
-        """Check, when a node has won an election, that its term has no other leader."""
+        """When a node has won an election, check that its term has no other leader."""
         if self._leaders.setdefault(term, node_id) != node_id:
             raise Violation("one_leader_per_term", f"{self._leaders[term]} and {node_id} lead in term {term}")
 
     def voted(self, node_id: NodeId, command: Send) -> None:
-        """Check, when an election sends a message, that a node grants at most one vote in a term.
+        """When an election sends a message, check that a node grants at most one vote in a term.
 
         A host that was installed again may vote a second time in a term. Its message then marks the vote as ``blank``,
         and this check skips it. The check ``one_leader_per_term`` finds a second leader that results from it.

@@ -511,9 +511,10 @@ class HostsWorld(World):
             self.history.commits(worker, worker.machine.step - 1, loss, ranks)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a host after ``delay_s`` virtual seconds; if 0, after the random time that a fork takes.
+        """Start workers on a host after ``delay_s`` virtual seconds.
 
-        From then on the job has the number of ranks that is in ``order``.
+        If it is 0, the delay is the random time that a fork takes. From then on the job has the number of ranks that
+        ``order`` names.
         """
         if order.world_size != self.world_size:
             self.world_size = order.world_size
@@ -540,8 +541,9 @@ class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a run on several hosts.
 
     Attributes:
-        code: exit code of the job, from a controller with a majority if one ended the run, otherwise from a controller
-            that decided alone; -1 if no controller ended the run, and no host is left.
+        code: exit code of the job. It comes from a controller with a majority if such a controller ended the run,
+            otherwise from a controller that decided alone. -1 if no controller has ended the run, and no host is
+            left.
         step: the step at which training finished; -1 if training did not finish.
         time_s: virtual seconds of the run.
         digest: digest of all simulated events, equal for equal runs.

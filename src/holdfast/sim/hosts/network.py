@@ -93,7 +93,7 @@ class Connection:
         self._travel(side, message, self._network.delay_s())
 
     def retry(self) -> None:
-        """Send the messages that were held back in a blocked direction, in order, if the direction works again."""
+        """If a blocked direction works again, send the messages that were held back in that direction, in order."""
         for side in (0, 1):
             if self._held[side] and self._network.carries(self.ends[side].host, self.ends[1 - side].host):
                 waiting = list(self._held[side])

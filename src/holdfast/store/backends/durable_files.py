@@ -153,7 +153,7 @@ class Directory(Closes):
         """Open an existing directory. A path whose last component is a symbolic link is refused.
 
         Raises:
-            CheckpointInvalid: the path does not exist, or is no directory.
+            CheckpointInvalid: the path does not exist, or is not a directory.
         """
         with reading(path):
             return cls(Path(path), os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
@@ -219,7 +219,7 @@ class Directory(Closes):
         """Open a regular file for reading. Return its descriptor, which the caller closes, and its size in bytes.
 
         Raises:
-            CheckpointInvalid: the file is missing, a symbolic link, or no regular file.
+            CheckpointInvalid: the file is missing, a symbolic link, or not a regular file.
         """
         with reading(self.path / name):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -234,7 +234,7 @@ class Directory(Closes):
         """Return the content of a file of the directory.
 
         Raises:
-            CheckpointInvalid: the file is missing, no regular file, or larger than ``size_bytes_max``.
+            CheckpointInvalid: the file is missing, not a regular file, or larger than ``size_bytes_max``.
         """
         fd, total = self.open_read(name)
         try:

@@ -127,14 +127,14 @@ class Attempt(Closes, Protocol):
         """Open a file of the attempt for reading.
 
         Raises:
-            CheckpointInvalid: the file is missing, or is no regular file.
+            CheckpointInvalid: the file is missing, or is not a regular file.
         """
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
         """Return the content of a file of the attempt.
 
         Raises:
-            CheckpointInvalid: the file is missing, is no regular file, or is larger than ``size_bytes_max``.
+            CheckpointInvalid: the file is missing, is not a regular file, or is larger than ``size_bytes_max``.
         """
 
     def write(self, name: str, data: bytes, owner: str) -> None:

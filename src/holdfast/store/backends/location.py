@@ -83,8 +83,8 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
     """Return the path or :class:`Url` of a location that a user named.
 
     Raises:
-        UsageError: the text is empty, a URL is invalid (see :meth:`Url.parse`), ``pathlib`` removed a slash
-            from a URL, or a path is no valid Unicode.
+        UsageError: the text is empty, a URL is invalid (see :meth:`Url.parse`), ``pathlib`` removed a slash from a
+            URL, or a path is not valid Unicode.
     """
     if isinstance(where, Url):
         return where
@@ -107,7 +107,7 @@ def absolute(where: Place | str | os.PathLike[str]) -> Place:
     """Return the location that a user named, as an absolute path or a :class:`Url`.
 
     Raises:
-        UsageError: the text is empty, a URL is invalid, or a path is no valid Unicode.
+        UsageError: the text is empty, a URL is invalid, or a path is not valid Unicode.
     """
     place = place_of(where)
     return _sayable(place.absolute()) if isinstance(place, Path) else place
@@ -117,7 +117,7 @@ def _sayable(path: Path) -> Path:
     """Return ``path`` unchanged, if messages and JSON can contain it.
 
     Raises:
-        UsageError: ``path`` is no valid Unicode.
+        UsageError: ``path`` is not valid Unicode.
     """
     try:
         str(path).encode()

@@ -209,7 +209,7 @@ class Bucket:
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove the objects with these keys. A missing object is no error.
+        """Remove the objects with these keys. A missing object is not an error.
 
         Raises:
             StoreWriteError: an object cannot be removed.
@@ -277,7 +277,7 @@ def _retry_s(text: str) -> float:
     """Return the time limit of retries in seconds, from the text of its environment variable.
 
     Raises:
-        UsageError: the text is no number, or the number is out of range.
+        UsageError: the text is not a number, or the number is out of range.
     """
     try:
         retry_s = float(text or RETRY_S)

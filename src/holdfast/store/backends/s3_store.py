@@ -72,8 +72,8 @@ class S3File(Closes):
 class Lease:
     """A lease on an attempt: an object that shows other processes that this process reads or writes the attempt.
 
-    A thread renews the lease until :meth:`close`. If the process dies, the lease expires. A client with only the right
-    to read cannot write a lease, so the attempt may be removed while that client reads.
+    A thread renews the lease until :meth:`close`. If the process dies, the lease expires. A client that may only read
+    cannot write a lease. So the attempt may be removed while that client reads.
     """
 
     def __init__(self, bucket: Bucket, attempt: str) -> None:

@@ -12,7 +12,7 @@ def read_given(path: Path, size_bytes_max: int) -> bytes:
     """Return the content of a file that a user named. Symbolic links are followed.
 
     Raises:
-        OSError: the file cannot be read, is larger than ``size_bytes_max`` (``EFBIG``), or is no regular file
+        OSError: the file cannot be read, is larger than ``size_bytes_max`` (``EFBIG``), or is not a regular file
             (``EINVAL``, because reading a pipe or a device may never end).
     """
     with open(path, "rb", opener=_without_waiting) as file:

@@ -83,7 +83,7 @@ def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
 
 
 def _tagged(value: object, where: str, depth: int) -> object:
-    """Return ``value`` as JSON types, with an object of one ``$`` key in place of each value that JSON lacks.
+    """Return ``value`` as JSON types. A value that JSON lacks becomes an object with one ``$`` key.
 
     ``where`` is the position of the value, for errors, and ``depth`` its nesting level.
     """

@@ -155,7 +155,7 @@ def unwrap(data: bytes, where: str) -> tuple[bytes, str]:
     """Return body and digest (hex) from the bytes of a JSON file; ``where`` is its path, for errors.
 
     Raises:
-        CheckpointInvalid: the data is no envelope, or the digest does not match.
+        CheckpointInvalid: the data is not an envelope, or the digest does not match.
     """
     if not (data.startswith(_PREFIX) and data[_BODY_START - len(_MIDDLE) : _BODY_START] == _MIDDLE):
         refuse(where, "not a Holdfast JSON file (truncated or foreign)")
@@ -169,7 +169,7 @@ def decode_catalogue(data: bytes, where: str) -> Catalogue:
     """Decode the catalogue from the bytes of its file; ``where`` is the path, for errors.
 
     Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
+        CheckpointInvalid: the error names ``where`` and the broken rule.
     """
     body, _ = unwrap(data, where)
     try:
@@ -182,7 +182,7 @@ def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
     """Decode a rank manifest from the bytes of its file, and check it. Return the manifest and its digest.
 
     Raises:
-        CheckpointInvalid: names ``where`` (the path) and the broken rule.
+        CheckpointInvalid: the error names ``where`` (the path) and the broken rule.
     """
     body, digest = unwrap(data, where)
     manifest = _decode(body, where)

@@ -1,9 +1,9 @@
 """The safetensors container: header encoder and a strict decoder.
 
 Theory. A safetensors file is 8 bytes (header length, little endian), a JSON header, and the bytes of the tensors
-without gaps. The encoder pads the header with spaces (legal white space of JSON), so that the first tensor starts at a
-multiple of 4096 bytes. The header of a shard file describes each stored box in ``__metadata__`` as torch DCP's Hugging
-Face reader expects it, so that other programs can read the shard without Holdfast.
+without gaps. The encoder pads the header with spaces (legal white space of JSON), so that the first tensor starts at
+a multiple of 4096 bytes. The header of a shard file describes each stored box in ``__metadata__``, in the form that
+torch DCP's Hugging Face reader expects. So other programs can read the shard without Holdfast.
 
 Invariants (of encoder and decoder):
 1. ``8 + header length`` is at most ``HEADER_SIZE_BYTES_MAX``. A written header ends at a multiple of 4096 bytes.
@@ -114,7 +114,7 @@ def decode_header(data: bytes, file_size_bytes: int, where: str) -> Header:
         where: path of the file, for errors.
 
     Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
+        CheckpointInvalid: the error names ``where`` and the broken rule.
     """
     data_start = header_size_bytes(data, file_size_bytes, where)
     if len(data) < data_start:

@@ -94,7 +94,7 @@ def is_shape(shape: Sequence[int]) -> bool:
 
 
 def subtract(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """Return the regions of ``box`` that no box of ``covers`` covers, as disjoint boxes."""
+    """Return the part of ``box`` that no box of ``covers`` covers, as disjoint boxes."""
     rest = [box] if box.numel else []
     for cover in covers:
         if not rest:
@@ -126,7 +126,7 @@ def _with(offsets: Sequence[int], sizes: Sequence[int], d: int, offset: int, len
 
 
 def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Return boxes that together are the elements [start, stop), in C order, of an array of shape ``sizes``.
+    """Return boxes that together cover the elements [start, stop), in C order, of an array of shape ``sizes``.
 
     There are at most ``2 * dimensions - 1`` boxes, in C order. Each box is contiguous in memory. Use this to declare
     the shards of an optimizer that cuts flattened parameters (ZeRO, Megatron's distributed optimizer).
@@ -157,7 +157,7 @@ def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def flat_regions(box: Box, start: int, stop: int) -> list[Box]:
-    """Return boxes that together are the elements [start, stop), in C order, of ``box``.
+    """Return boxes that together cover the elements [start, stop), in C order, of ``box``.
 
     The result is in C order, in the coordinates of the complete tensor.
     """

@@ -124,13 +124,13 @@ class Declaration(msgspec.Struct, frozen=True):
         return cut_box(row.shape, self.cells[row.place])
 
     def check(self, places: Iterable[tuple[int, int]]) -> None:
-        """Raise an error if a row refers to a cell or box that is missing, or to a cell of other dimensions.
+        """Raise an error if a row refers to a missing cell or box, or to a cell with another number of dimensions.
 
         Args:
             places: pairs (``place`` of a row, number of dimensions of the row's tensor), from :func:`places_of`.
 
         Raises:
-            StateError: names the ``place``.
+            StateError: the error names the ``place``.
         """
         for place, dimensions in places:
             if not -len(self.boxes) <= place < len(self.cells):
@@ -233,7 +233,8 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """Return the catalogue of the layouts of the ranks (by rank).
 
         Raises:
-            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
+            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor, which the error
+                names.
         """
         return Catalogue.from_declarations({rank: layout.declaration() for rank, layout in layouts.items()})
 
@@ -242,7 +243,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """Return the catalogue of encoded layouts (by rank), as :meth:`RankLayout.encode` returns them.
 
         Raises:
-            StateError: text that is no layout, a broken invariant, or two ranks that disagree about a tensor.
+            StateError: text that is not a layout, a broken invariant, or two ranks that disagree about a tensor.
         """
         return Catalogue.from_declarations(declarations(layouts))
 
@@ -251,7 +252,8 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """Return the catalogue of declarations (by rank). A table that several declarations share is read only once.
 
         Raises:
-            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
+            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor, which the error
+                names.
         """
         worlds = {declaration.world for declaration in declared.values()}
         if len(worlds) != 1:
@@ -270,7 +272,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """Decode a catalogue from the result of :meth:`to_json`. Every invariant is checked again.
 
         Raises:
-            StateError: names the broken rule.
+            StateError: the error names the broken rule.
         """
         try:
             version = msgspec.json.decode(data, type=_VersionedCatalogue).version
@@ -580,7 +582,7 @@ def check_name(fqn: str) -> None:
     """Raise an error if the name of a tensor cannot be a key of a safetensors file.
 
     Raises:
-        StateError: the name is empty, too long, reserved, no valid Unicode, or has control characters.
+        StateError: the name is empty, too long, reserved, not valid Unicode, or has control characters.
     """
     if not 0 < len(fqn) <= FQN_LENGTH_MAX:
         raise StateError(

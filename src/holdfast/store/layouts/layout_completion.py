@@ -7,10 +7,10 @@ missing declarations follow from one complete declaration, and every rank comput
 cuts its state in its own way has other boxes. If one declared entry shows this, no rank's layout is completed with that
 entry. The entries of a sharded optimizer are never completed.
 
-An optimizer may also keep the whole state of a parameter on one rank, which sends its update to the others (Muon). Then
-two ranks have entries that the other one lacks. A rank that is only late lacks entries of the others, but the others
-have all of its entries. So no rank's layout is completed with the entries of an optimizer for which two ranks lack
-entries of each other.
+An optimizer may also keep the whole state of a parameter on one rank, which sends its update to the others (Muon).
+Then each of two ranks has entries that the other lacks. A rank that is only late lacks entries of the others, but the
+others have all of its entries. So no rank's layout is completed with the entries of an optimizer for which two ranks
+lack entries of each other.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _completed(
 def _kept_apart(known: Mapping[str, Row], each: Sequence[Mapping[str, list[Row]]]) -> set[str]:
     """Return the names of the optimizers for which two ranks each lack an entry that the other rank has.
 
-        Only the entries of parameters that a rank holds count as missing on this rank.
+    Only the entries of parameters that a rank holds count as missing on this rank.
 
     Args:
         known: the entries of all optimizers by name.

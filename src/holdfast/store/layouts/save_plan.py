@@ -2,13 +2,13 @@
 
 Theory. The boxes that the same set of living ranks holds, one after the other in the order of the catalogue, form one
 *stream* of bytes. Each stream is divided among its holders: each holder writes one byte range, its *stretch*. The
-lengths of the stretches make the loads of all holders as equal as possible. Streams with few holders are divided first,
-because they leave the least choice. Laid end to end, the stretches run ``copies`` times through the stream (after its
-end they continue at its start). So they cover every byte ``copies`` times, and no stretch contains a byte twice. The
-ends of a stretch are moved to offsets at which a box may be cut. A cut lies between two rows of the box's first
-dimension longer than 1, so that every part of a box is one contiguous byte range. All of this is arithmetic on grids
-and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` are all ranks for a
-periodic checkpoint, and the living ranks for a last-gasp checkpoint.
+lengths of the stretches make the loads of all holders as equal as possible. Streams with few holders are divided
+first, because they leave the least choice. Laid end to end, the stretches run ``copies`` times through the stream
+(after its end they continue at its start). So they cover every byte ``copies`` times, and no stretch contains a byte
+twice. The ends of a stretch are moved to offsets at which a box may be cut. A cut lies between two rows of the first
+dimension that is longer than 1. So every part of a box is one contiguous byte range. All of this is arithmetic on
+grids and sets of holders. Only the stretches of the calling rank become lists of boxes. The ``sources`` are all ranks
+for a periodic checkpoint, and the living ranks for a last-gasp checkpoint.
 
 Invariants:
 1. The plan is a pure function of (catalogue, sources, copies): integers only, ties broken by name and rank.
@@ -193,7 +193,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return [*lost, *(piece for region in rest for piece in subtract(region, lost))]
 
     def uncovered(self) -> list[tuple[str, Box]]:
-        """Return tensor name and region of each box that no living rank holds, at most ``UNCOVERED_MAX``."""
+        """Return tensor name and region of the boxes that no living rank holds: the first ``UNCOVERED_MAX`` of them."""
         lost = {tensor.fqn: boxes for kind, boxes in self.lost for tensor in self.kinds[kind]}
         if not self.sources:
             lost |= {t.fqn: [Box.whole(t.shape)] for t in self.catalogue.tensors if not t.size_bytes}
@@ -265,7 +265,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _stretch(
         self, ranks: tuple[int, ...], rank: int, stream: Sequence[tuple[str, Box, int]]
     ) -> Iterator[tuple[str, Box, Box]]:
-        """Yield (tensor, box, part of the box) for all that ``rank`` writes of one stream."""
+        """Yield (tensor, box, part of the box) for each part of one stream that ``rank`` writes."""
         if len(ranks) == 1:
             yield from ((fqn, box, box) for fqn, box, _ in stream)
             return
@@ -286,7 +286,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
 
 
 def _level(loads: Integers, size_bytes: int, copies: int) -> Integers:
-    """Return the number of bytes of one stream that each holder writes, so that the loads become as equal as possible.
+    """Return how many bytes of one stream each holder writes. The loads of the holders become as equal as possible.
 
     Args:
         loads: bytes that each holder writes already.

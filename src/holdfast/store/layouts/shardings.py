@@ -1,11 +1,12 @@
 """Regular cuts of tensors and the ranks that hold the parts, once for all tensors that are cut in the same way.
 
-Theory. Device meshes cut tensors like ``torch.chunk``: a dimension of n elements into p parts of ceil(n / p), the last
-ones shorter or empty. A nested cut cuts such a part again. Each of these cuts is a *step*: (number of parts, index of
-the part that a rank holds). A *cell* is the steps of each dimension. A cell contains no lengths, so one *grid* (a set
-of cells) describes all tensors that are cut in the same way, whatever their shapes. A job has a few grids (sharded,
-replicated, per pipeline stage), each as large as the number of ranks. The boxes of a tensor are computed from its grid
-and its shape. For a layout that is no regular cut, the grid of each shape is a list of boxes.
+Theory. Device meshes cut tensors like ``torch.chunk``: a dimension of n elements into p parts of ceil(n / p), the
+last ones shorter or empty. A nested cut cuts such a part again. Each of these cuts is a *step*: (number of parts,
+index of the part that a rank holds). A *cell* is the steps of each dimension. A cell contains no lengths, so one
+*grid* (a set of cells) describes all tensors that are cut in the same way, whatever their shapes. A job has a few
+grids (sharded, replicated, per pipeline stage), each as large as the number of ranks. The boxes of a tensor are
+computed from its grid and its shape. For a layout that is not a regular cut, the grid of each shape is a list of
+boxes.
 
 Invariants:
 1. A grid has cells or boxes, not both. Cells, boxes and ranks are sorted, without duplicates.
@@ -53,7 +54,7 @@ def whole_cuts(dimensions: int) -> Cuts:
 def cut(length: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return (offset, size) of one part of a dimension of ``length`` elements.
 
-    Each step (number of parts, index of one part) cuts the part that the step before it gave.
+    Each step (number of parts, index of one part) cuts the part that the previous step gave.
     """
     offset, size = 0, length
     for parts, index in steps:
@@ -217,7 +218,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             world: the number of ranks.
 
         Raises:
-            StateError: names the broken rule.
+            StateError: the error names the broken rule.
         """
         if bool(self.cells) == bool(self.boxes):
             raise StateError("catalogue: a grid needs cells or parts, and not both")
@@ -239,7 +240,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
 
 def check_cuts(cuts: Cuts) -> None:
-    """Raise an error if ``cuts`` is no valid cell: per dimension, steps (number of parts, index of one part).
+    """Raise an error if ``cuts`` is not a valid cell: per dimension, steps (number of parts, index of one part).
 
     Raises:
         StateError: a step has less than two parts, or an impossible index; or a dimension has too many steps.

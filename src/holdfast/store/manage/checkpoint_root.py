@@ -312,7 +312,7 @@ def resolve(spec: Place | str | os.PathLike[str]) -> Place:
     """Return the path or URL of the checkpoint that ``PLACE`` or ``PLACE@STEP`` names.
 
     Raises:
-        UsageError: ``spec`` is no path, STEP is no number, or PLACE does not exist.
+        UsageError: ``spec`` is not a path, STEP is not a number, or PLACE does not exist.
         NothingToResume: PLACE has no valid checkpoint (of that step).
         CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
     """
@@ -323,7 +323,7 @@ def find(spec: Place | str | os.PathLike[str]) -> Found:
     """Return the checkpoint that ``PLACE`` or ``PLACE@STEP`` names: an attempt, or the newest valid one in a root.
 
     Raises:
-        UsageError: ``spec`` is no path, STEP is no number, or PLACE does not exist.
+        UsageError: ``spec`` is not a path, STEP is not a number, or PLACE does not exist.
         NothingToResume: PLACE has no valid checkpoint (of that step); the error lists the rejected attempts.
         CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
     """
@@ -337,7 +337,7 @@ def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
     """Return the attempt that ``PLACE`` or ``PLACE@STEP`` names; for a root, return the result of the search in it.
 
     Raises:
-        UsageError: ``spec`` is no path, STEP is no number, or PLACE does not exist.
+        UsageError: ``spec`` is not a path, STEP is not a number, or PLACE does not exist.
         CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
     """
     if not isinstance(spec, str | os.PathLike | Url):

@@ -54,7 +54,7 @@ class BoxRecordHolders(msgspec.Struct, frozen=True):
 def holdings(path: Place, pattern: str = "*") -> Iterator[BoxRecordHolders]:
     """Iterate over the boxes, with holders, of the tensors whose names match ``pattern`` (``fnmatch``).
 
-    The boxes are computed one after the other, because there may be as many as tensors times ranks.
+    The boxes are computed one after the other, because their number may be the number of tensors times that of ranks.
 
     Raises:
         CheckpointInvalid: the checkpoint is not valid (raised at once, not during the iteration).
@@ -93,7 +93,7 @@ def merge(
     Raises:
         UsageError: the target exists.
         CheckpointInvalid: the checkpoint is damaged.
-        StoreWriteError: the output cannot be written, or another process made the target meanwhile.
+        StoreWriteError: the output cannot be written, or another process has made the target.
     """
     parent = parent_of_new(target)
     with opened(path) as source:
@@ -147,7 +147,7 @@ def parent_of_new(target: Path) -> Path:
     """Return the parent directory of ``target``, a file or directory that is to be made.
 
     Raises:
-        UsageError: ``target`` exists, or its parent is no directory.
+        UsageError: ``target`` exists, or its parent is not a directory.
     """
     if os.path.lexists(target):
         raise UsageError(f"{target} exists", hint="name a file or directory that does not exist yet")
@@ -164,7 +164,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     When the ``with`` block ends without an error, the directory is renamed to ``target``, durably.
 
     Raises:
-        UsageError: ``target`` exists, or its parent is no directory.
+        UsageError: ``target`` exists, or its parent is not a directory.
         StoreWriteError: the directory cannot be made, or another process has made the target.
     """
     parent = parent_of_new(target)

@@ -245,7 +245,7 @@ def save_policies(given: object, every_steps: int | None, every_s: float | None)
         every_s: adds the policy to save after each such number of seconds; None adds no policy.
 
     Raises:
-        UsageError: a value of another kind.
+        UsageError: a value is of another kind.
     """
     items = given if isinstance(given, list | tuple) else () if given is None else (given,)
     policies = [_save_policy(item) for item in items]

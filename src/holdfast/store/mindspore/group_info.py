@@ -58,7 +58,7 @@ def decode_group_info(data: bytes, where: str) -> GroupInfo:
     """Return the content of the bytes of a ``group_info.pb`` file; ``where`` is its path, for errors.
 
     Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
+        CheckpointInvalid: the error names ``where`` and the broken rule.
     """
     groups: dict[str, tuple[int, ...]] = {}
     ranks: list[int] | None = None

@@ -82,7 +82,7 @@ def text(value: Value) -> str:
     """Return the text of a field that holds UTF-8.
 
     Raises:
-        ValueError: the field is a number, or no UTF-8.
+        ValueError: the field is a number, or not valid UTF-8.
     """
     return str(message(value), "utf-8")
 

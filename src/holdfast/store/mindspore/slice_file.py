@@ -60,7 +60,7 @@ class SliceTensor(NamedTuple):
 
 
 class SliceFile(NamedTuple):
-    """The content of one ``.ckpt`` file: its tensors by name, and the names of its text values (which are no state)."""
+    """The content of one ``.ckpt`` file: its tensors by name, and the names of its text values (not state)."""
 
     path: Path
     tensors: dict[str, SliceTensor]
@@ -96,7 +96,7 @@ def _mapped(path: Path) -> memoryview:
     """Return the bytes of a file as a read-only mapping.
 
     Raises:
-        OSError: the file cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

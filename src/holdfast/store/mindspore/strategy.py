@@ -119,7 +119,7 @@ def decode_strategy(data: bytes, where: str) -> dict[int, dict[str, Cut]]:
     """Return the cut of each parameter in the bytes of a strategy file (JSON or protobuf), by stage and name.
 
     Raises:
-        CheckpointInvalid: names the file (``where``) and the broken rule.
+        CheckpointInvalid: the error names the file (``where``) and the broken rule.
     """
     try:
         stage, layouts = _of_json(data) if data.lstrip()[:1] == b"{" else _of_protobuf(data)

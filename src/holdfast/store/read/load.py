@@ -301,7 +301,7 @@ class BoxLoader:
         damaged: Mapping[tuple[str, int], set[int]],
         why: Mapping[str, str],
     ) -> list[Read]:
-        """Choose stored boxes that cover each wanted region once, and divide them into reads."""
+        """Choose stored boxes that cover each wanted region exactly once, and divide the boxes into reads."""
         chosen: dict[tuple[str, int], tuple[StoredBox, list[tuple[LoadTarget, Box]]]] = {}
         known: dict[tuple[Box, tuple[Box, ...]], tuple[list[tuple[int, list[Box]]], list[Box]]] = {}
         sound: dict[str, tuple[list[StoredBox], tuple[Box, ...]]] = {}
@@ -359,7 +359,7 @@ class BoxLoader:
 
 
 def _cover(region: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, list[Box]]], list[Box]]:
-    """Return the parts of a region that each box covers, by the index of the box, and the parts that no box covers."""
+    """Return the parts of a region that each box covers (by the index of the box), and the parts without a box."""
     given: list[tuple[int, list[Box]]] = []
     rest = [region]
     for n, box in enumerate(boxes):
@@ -522,10 +522,10 @@ class _Differences(msgspec.Struct):
     convertible: set[str]  # the mismatched ones that differ only in the dtype
 
     def refuse(self, optional: Sequence[str], strict: bool, where: Place) -> None:
-        """Raise an error if the checkpoint differs in a name, shape or dtype that the caller did not allow to differ.
+        """Raise an error if the checkpoint differs in names, shapes or dtypes in a way that the caller has not allowed.
 
         Raises:
-            CheckpointMismatch: lists the first differences.
+            CheckpointMismatch: the checkpoint differs in that way. The error lists the first differences.
         """
 
         def allowed(fqn: str) -> bool:

@@ -146,7 +146,7 @@ def _fates(
 
 
 def _spread(box: Box, region: Box) -> tuple[int, int, int]:
-    """Return begin and end (exclusive) of ``region`` among the elements of ``box`` in C order, and its longest gap.
+    """Return start and end (exclusive) of ``region`` among the elements of ``box`` in C order, and its longest gap.
 
     A gap is a run of elements of the box that lies between two elements of the region and is not part of it.
     """

@@ -1,9 +1,9 @@
 """Validation of a checkpoint: a pure function of the files in its directory.
 
-Theory. A checkpoint is valid if all its manifests have the same save id and the same catalogue, the manifest of every
-rank that takes part exists, and the boxes in intact files cover every tensor of the catalogue. The seal is only a
-cached answer: it is neither needed nor trusted. The shallow check reads manifests, file sizes and headers. The deep
-check also hashes every extent (piece of a file).
+Theory. A checkpoint is valid under three conditions. The manifest of every rank that takes part exists. All manifests
+have the same save id and the same catalogue. The boxes in intact files cover every tensor of the catalogue. The seal
+is only a cached answer: it is neither needed nor trusted. The shallow check reads manifests, file sizes and headers.
+The deep check also hashes every extent (piece of a file).
 
 Invariants:
 1. Deleting, truncating or swapping any file that the catalogue needs makes the answer "invalid", with the file named.
@@ -298,7 +298,7 @@ def check_coverage(
         names: names of the tensors that count; None means all.
 
     Raises:
-        CheckpointInvalid: names the damage that leaves a region uncovered, or the region.
+        CheckpointInvalid: the error names the damage that leaves a region uncovered, or the region.
     """
     absent = index.catalogue.absent
     if absent:

@@ -310,7 +310,7 @@ class Incoming:
         """Store the marker, after all bytes have arrived. The slot then holds the state.
 
         Raises:
-            CheckpointInvalid: ``marker`` is no valid marker.
+            CheckpointInvalid: ``marker`` is not a valid marker.
         """
         if not is_sound(words_of(marker)):
             raise CheckpointInvalid("not the marker of a slot")
@@ -431,7 +431,7 @@ class Mapped:
 
 
 def _read(path: Path, data: memoryview) -> StoredState:
-    """Return the state in a slot, after a check that its boxes lie inside the slot. The boxes are not verified.
+    """Return the state in a slot. Its boxes must lie inside the slot; their content is not verified.
 
     Raises:
         CheckpointInvalid: the slot holds no valid state.
@@ -488,7 +488,7 @@ def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
 
 @runtime_checkable
 class PiecewiseSource(TensorSource, Protocol):
-    """A provider that can give the bytes of a box in small pieces, so that a device needs no copy of the whole box."""
+    """A provider of the bytes of boxes in small pieces, so that no copy of a whole box is needed on a device."""
 
     def pieces(self, fqn: str, box: Box) -> Iterator[memoryview]:
         """Yield the bytes of one box in C order, in pieces. Each piece is valid until the next piece is requested."""

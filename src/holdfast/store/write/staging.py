@@ -205,7 +205,7 @@ class PoolReader:
         """Return the decoded :class:`SaveJob` whose offset and size in the pool are in ``order``.
 
         Raises:
-            InternalError: the range is outside of the pool, or its bytes are no :class:`SaveJob`.
+            InternalError: the range is outside of the pool, or its bytes are not a :class:`SaveJob`.
         """
         if self._map is None or len(self._map) != order.pool_size_bytes:
             self._map = None
@@ -249,7 +249,10 @@ class StagedSource:
         return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
-        """Return the bytes of several boxes as one range of the pool; None if their bytes are not adjacent there."""
+        """Return the bytes of several boxes as one range of the pool.
+
+        The result is None if the bytes are not adjacent in the pool.
+        """
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None

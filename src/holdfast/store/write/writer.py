@@ -63,7 +63,7 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class ContiguousSource(TensorSource, Protocol):
-    """A provider that can give several boxes as one range, if they follow each other in memory as in the file."""
+    """A provider that can give several boxes as one range of bytes, if memory has them in the order of the file."""
 
     def run(self, items: Sequence[WriteItem]) -> ByteRun | None:
         """Return the bytes of all items as one range; None if memory does not hold the items in their order."""

@@ -1,7 +1,7 @@
 """The installation of Holdfast's process groups under the names gloo and nccl.
 
 :func:`install` replaces the one function of torch that makes groups. From then on ``init_process_group``,
-``new_group``, ``init_device_mesh`` and everything built on them (DDP, FSDP2, DTensor, pipelines) get a
+``new_group``, ``init_device_mesh`` and all code that uses them (DDP, FSDP2, DTensor, pipelines) get a
 :class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup` if the requested backend consists of
 gloo and nccl. Other backends are not changed. ``dist.get_backend()`` still returns the name that the user asked for.
 """

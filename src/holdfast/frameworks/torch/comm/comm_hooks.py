@@ -24,7 +24,7 @@ _NO_STATE = (type(None), dist.ProcessGroup, bool, int, float, str, torch.dtype, 
 def refuse_stateful_hooks(modules: Sequence[DistributedDataParallel]) -> None:
     """Refuse a DDP communication hook whose state object may change from step to step.
 
-    Raises: UnsupportedError: names the hook.
+    Raises: UnsupportedError: the error names the hook.
     """
     for module in modules:
         for hook, state in private_api.comm_hooks(module):

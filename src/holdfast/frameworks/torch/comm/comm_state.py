@@ -51,7 +51,7 @@ _PENDING_PRUNE = 512
 
 
 class GroupAborted(Aborted):
-    """The exception that ends a call of torch that must return data of a peer, because that peer is lost.
+    """The exception that ends a call of torch because a peer is lost whose data the call must return.
 
     A function that sends Python objects then completes on local data.
     """
@@ -70,8 +70,8 @@ class Inner(Protocol):
         """Make every collective in progress end with an error; idempotent, from any thread, returns at once.
 
         Args:
-            abort: the common abort of the NCCL backends of several groups, this group's included; None: make an abort
-                for this group alone.
+            abort: the common abort of the NCCL backends of several groups, this group's included. If None, make an
+                abort for this group alone.
         """
 
     def severed(self) -> bool:
@@ -105,7 +105,7 @@ class Handle(Protocol):
 
     @property
     def built_in(self) -> Generation | None:
-        """The generation in which ``inner`` was built; None: there is no inner group."""
+        """The generation in which ``inner`` was built; None if there is no inner group."""
 
     def meet(self, generation: Generation) -> None:
         """Wait until every rank is about to rebuild its groups. Raises: GroupError."""
@@ -124,10 +124,13 @@ class Handle(Protocol):
         """Return the reason why the inner group cannot be replaced; empty if it can."""
 
     def build_vote(self, generation: Generation) -> Inner:
-        """Return a new gloo group over the same ranks, used only for votes. Raises: GroupError."""
+        """Return a new gloo group over the ranks of this group, used only for votes. Raises: GroupError."""
 
     def open_board(self, generation: Generation) -> SharedMemoryAllReduce | None:
-        """Return the board of these ranks (a shared-memory all-reduce); None on several nodes. Raises: StateError."""
+        """Return the board (shared-memory all-reduce) of this group's ranks; None in a job of several nodes.
+
+        Raises: StateError.
+        """
 
     def leave(self) -> None:
         """End the threads of this group that use Python objects, because the process is about to end."""
@@ -144,7 +147,7 @@ class Pending(Protocol):
 
 
 class CommMoment(NamedTuple):
-    """The number of reconfigurations of the groups, and of blocks that have begun, repeated ones included."""
+    """Two counts that identify a moment: reconfigurations of the groups, and begun blocks (repeated runs included)."""
 
     epoch: int
     block: int
@@ -170,7 +173,7 @@ class WaitTime:
         self._ended_ns = time.monotonic_ns()
 
     def take(self) -> tuple[int, int] | None:
-        """Return begin and end of the span (monotonic ns), once; None if there is no span since the last call."""
+        """Return start and end of the span (monotonic ns), once; None if there is no span since the last call."""
         if self._ended_ns <= self._begun_ns:
             return None
         since_ns, self._begun_ns = self._begun_ns, self._ended_ns
@@ -220,7 +223,7 @@ class CommState:
     # ------------------------------------------------------------------ modes
 
     def shield(self, on: bool) -> None:
-        """Switch the shield, which is on inside a step before its vote.
+        """Switch the shield on or off. It is on inside a step before its vote.
 
         While the shield is on, broken collectives complete on local data instead of raising.
         """
@@ -352,7 +355,10 @@ class CommState:
         return self.looped
 
     def give_up(self, what: str) -> None:
-        """Return if a collective of a poisoned process may complete on local data. Raises: PeerLost, GroupAborted."""
+        """Return if a collective of this poisoned process may complete on local data; otherwise raise an error.
+
+        Raises: PeerLost, GroupAborted.
+        """
         if not self.shielded:
             raise PeerLost(
                 f"{what}: a peer is lost ({self.reason})",
@@ -362,19 +368,19 @@ class CommState:
             raise GroupAborted(f"{what}: {self.reason}")
 
     def returning_data(self, on: bool) -> None:
-        """Mark the begin (``on``) or the end of a call that must return data of a peer; calls are counted per thread.
+        """Mark the start (``on``) or the end of a call that must return data of a peer; calls are counted per thread.
 
         In a poisoned process a collective of such a call raises :class:`GroupAborted`.
         """
         self._local.strict = getattr(self._local, "strict", 0) + (1 if on else -1)
 
     def refuse_own_data(self, what: str) -> None:
-        """Raise GroupAborted in a call that must return data of a peer (:meth:`returning_data`); else do nothing."""
+        """Raise GroupAborted in a call that must return data of a peer (:meth:`returning_data`); otherwise return."""
         if getattr(self._local, "strict", 0):
             raise GroupAborted(f"{what}: nothing is kept of what it returned in the lost process")
 
     def note_call(self, what: str, *, by_function: bool = False) -> None:
-        """Record a collective that completes on local data, if this is loopback and the script itself makes it.
+        """Record a collective of the script that completes on local data, if this is loopback.
 
         ``by_function``: a function of ``torch.distributed`` has called this method.
         """
@@ -434,7 +440,7 @@ class CommState:
             work.release()
 
     def forget(self, work: Pending) -> None:
-        """Remove a collective from the collectives in progress, because it has ended."""
+        """Remove a collective that has ended from the collectives in progress."""
         self._pending.pop(id(work), None)
         if not self._pending:
             self._waited.end()

@@ -35,7 +35,7 @@ class FlightEntry(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """The part of torch's flight record that this module reads."""
+    """The part of torch's flight record (JSON) that this module reads."""
 
     entries: list[FlightEntry] = []
 

@@ -132,7 +132,7 @@ def connect(make: Callable[[], Backend], stop: Callable[[], str]) -> Backend:
 
 
 def _socket_inodes() -> dict[str, int]:
-    """Return the file descriptor of every socket of this process, by its link target (``socket:[inode]``)."""
+    """Return the file descriptor of every socket of this process, by the link target in /proc (``socket:[inode]``)."""
     found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -89,8 +89,8 @@ class BuiltGroup:
         wait for a long time.
 
         Args:
-            abort: the common abort of the NCCL backends of several groups, this group's included; None: make and start
-                an abort for this group alone.
+            abort: the common abort of the NCCL backends of several groups, this group's included. If None, make and
+                start an abort for this group alone.
         """
         with self._lock:
             if self._abort is None:
@@ -159,7 +159,7 @@ def build(
     Args:
         connect_timeout: bound of the connection phase.
         stop: returns a reason to stop waiting for the peers, or an empty text.
-        connect_on: the device on which NCCL connects at once; None: it connects at its first collective.
+        connect_on: the device on which NCCL connects at once; if None, it connects at its first collective.
 
     Returns:
         The connected group.

@@ -242,7 +242,7 @@ class ReconfigurableGroup(OuterGroup):
         return GuardedWork(fabric, what, work, results, way, fill, after, count)
 
     def _put_back(self, what: str, call: SetupCall | None, outputs: list[Any]) -> bool:
-        """Give a newcomer what the lost process got from a collective before the first step, if that is kept.
+        """In a newcomer, return the kept result of a collective before the first step, as the lost process got it.
 
         A spare waits here until its rank is known.
         """
@@ -545,7 +545,7 @@ class ReconfigurableGroup(OuterGroup):
     def _end_coalescing(self, device: torch.device) -> Work:
         """End coalescing in the inner group in which this thread began it, even if that group was aborted since.
 
-        NCCL counts the begins and ends per thread.
+        NCCL counts the starts and ends per thread.
         """
         group = self._coalescing.pop(threading.get_ident(), None)
         if group is None:

@@ -1,13 +1,14 @@
 """The results of collectives that a script makes before its first step, kept for replacements.
 
-Theory. A replacement runs the script from its top, and no other rank makes the collectives there with it. Local data
-would be other data: a seed that rank 0 has drawn and broadcast, a configuration or a tokenizer as an object, a length
-that is a minimum over the ranks. So each process writes what such a collective returned to a file in the shared memory
-of its run. A replacement of its rank reads the files and gets the same results.
+Theory. A replacement runs the script from its top, and no other rank makes the collectives there with it. If they
+completed on local data, the replacement would get other values than the lost process: for example another seed that
+rank 0 has drawn and broadcast, another configuration object, or another minimum over the ranks. So each process
+writes the result of such a collective to a file in the shared memory of its run. A replacement of its rank reads the
+files and gets the same results.
 
-Only collectives that the script, or a library other than torch, calls by a function of ``torch.distributed`` are kept.
-Wrappers of torch (DDP) send weights when they are made, and a replacement gets the weights from its peers. A result of
-more than ``BYTES_MAX`` bytes counts as weights, too.
+Only collectives that the script, or a library other than torch, calls by a function of ``torch.distributed`` are
+kept. Wrappers of torch (DDP) send weights when they are made, and a replacement gets the weights from its peers. A
+result of more than ``BYTES_MAX`` bytes also counts as weights.
 
 A file holds one line of JSON (collective, group, dtype and shape of each tensor), and then the elements.
 
@@ -73,10 +74,10 @@ class SetupCall(NamedTuple):
 
 
 class SetupRecord:
-    """The results of the collectives before the first step of this process, or of the process that it replaces.
+    """The results of the collectives before the first step of this process or of its predecessor.
 
     Args:
-        directory: directory in shared memory of the workers of this run on this node.
+        directory: directory in shared memory for the workers of this run on this node.
         store: key-value store of the job, if the job has several nodes; otherwise None.
     """
 
@@ -87,7 +88,10 @@ class SetupRecord:
         self._bytes = self._stored_bytes = 0
 
     def call(self, what: str, group: str, rank: int) -> SetupCall | None:
-        """Return the call of the collective that begins now; None: the script does not make it, or it is not kept."""
+        """Return the call of the collective that begins now.
+
+        The result is None if the script does not make it, or if it is not kept.
+        """
         place = _place(sys._getframe(1))
         if place is None or self._counts.total() >= RESULTS_MAX:
             return None
@@ -149,7 +153,7 @@ def _head(call: SetupCall, tensors: list[torch.Tensor]) -> bytes:
 def place_in_script_of_call(*, by_function: bool) -> str:
     """Return the line of the script that makes the present collective, by a function of ``torch.distributed``.
 
-    Empty: the script does not make the collective itself.
+    The result is empty if the script does not make the collective itself.
 
     Args:
         by_function: treat the function that calls this one as a function of ``torch.distributed``.
@@ -159,7 +163,7 @@ def place_in_script_of_call(*, by_function: bool) -> str:
 
 
 def _caller(frame: FrameType | None, *, by_function: bool = False) -> FrameType | None:
-    """Return the frame outside of torch that calls a function of ``torch.distributed``; None: there is none."""
+    """Return the frame outside of torch that calls a function of ``torch.distributed``; None if there is none."""
     while frame is not None and (file := frame.f_code.co_filename).startswith((*_CALLS, _HERE)):
         by_function = by_function or file.startswith(_CALLS)
         frame = frame.f_back
@@ -172,7 +176,7 @@ def _place(inner: FrameType | None) -> int | None:
     """Return a number that identifies the place from which the present collective is made.
 
     The place is the stack of lines, of the script and its libraries, that leads to a call of a function of
-    ``torch.distributed``. None: torch itself makes the collective.
+    ``torch.distributed``. None if torch itself makes the collective.
     """
     frame = _caller(inner)
     if frame is None:

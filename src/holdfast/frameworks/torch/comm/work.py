@@ -67,7 +67,7 @@ class InnerWork(Protocol):
 
 
 class Several:
-    """Several works as one, for collectives that gloo does not offer in coalesced form."""
+    """One ``Work`` object for several works, for collectives that gloo does not offer in coalesced form."""
 
     def __init__(self, works: list[InnerWork]) -> None:
         self._works = works

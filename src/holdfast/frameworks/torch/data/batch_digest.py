@@ -72,7 +72,7 @@ def _inner(item: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(item: Any) -> Iterator[tuple[object, Any]]:
-    """Return the keys and values in a container or an object of a class of Python; of other values none."""
+    """Return the keys and values of a container or of an object with attributes; for other values nothing."""
     if isinstance(item, Mapping):
         return iter(item.items())
     if isinstance(item, list | tuple):

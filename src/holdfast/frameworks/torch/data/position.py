@@ -62,7 +62,7 @@ class Source(ABC):
 
     Attributes:
         length: batches per epoch of this rank; None if not known.
-        device: device to which the user's loader moves batches; None: it does not move them.
+        device: device to which the user's loader moves batches; None if it does not move them.
     """
 
     def __init__(self, user: Any, seed: int, draws: Draws) -> None:
@@ -92,7 +92,7 @@ class Source(ABC):
         return None
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return the values of a position, besides epoch and batch, that a job with another number of ranks needs."""
+        """Return the values besides epoch and batch by which a job with another number of ranks finds the position."""
         return {}
 
     def find(self, place: Mapping[str, int]) -> int:
@@ -150,7 +150,7 @@ class TorchFeed:
         self.rewinds = True
 
     def become(self, draws: Draws) -> None:
-        """Start again at the first batch with the streams ``draws``, in this process, which was a spare until now.
+        """Start again at the first batch with the streams ``draws``, because this process is not a spare any longer.
 
         The batches drawn before this call were for no rank. Loader workers that are running continue to work for the
         new rank.
@@ -186,7 +186,7 @@ class TorchFeed:
         """Return the next batch; after the last batch of an epoch, the first of the next epoch.
 
         Args:
-            epochs: number of epochs to draw; None: no limit.
+            epochs: number of epochs to draw; None means no limit.
 
         Raises:
             StopIteration: ``epochs`` epochs are over.

@@ -61,7 +61,7 @@ def _dealt_by(sampler: Any) -> Any:
 
 @dataclass(frozen=True)
 class OrderDeal:
-    """The rule that deals the order of an epoch to this rank, which is number ``copy`` of ``copies``.
+    """The rule by which the order of an epoch is dealt to this rank, which is number ``copy`` of ``copies``.
 
     ``batch`` is the number of samples in one batch of a rank.
     """

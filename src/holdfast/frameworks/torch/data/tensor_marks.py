@@ -13,7 +13,7 @@ def mark(item: Any) -> object:
     """Return a mark that changes when the tensor is written, reshaped in place, or becomes part of a graph.
 
     Returns:
-        None if ``item`` is no tensor. For a tensor whose writes torch does not count (inference mode), each mark
+        None if ``item`` is not a tensor. For a tensor whose writes torch does not count (inference mode), each mark
         differs from all others.
     """
     if not isinstance(item, torch.Tensor):

@@ -86,7 +86,7 @@ def read_dcp(
 
     Raises:
         CheckpointInvalid: the directory is damaged, incomplete, or has content that DCP does not write.
-        StoreWriteError: no room for the scratch file.
+        StoreWriteError: there is no room for the scratch file.
     """
     with Directory.open(folder) as directory:
         items = {name: item for name, item in read_items(directory).items() if wanted(name, item)}
@@ -127,7 +127,7 @@ def check_zip(file: IO[bytes], size_bytes: int, where: str) -> None:
     """Verify the checksums of a ``torch.save`` file; refuse compressed records and records larger than the file.
 
     Raises:
-        CheckpointInvalid: names the damaged record.
+        CheckpointInvalid: the error names the damaged record.
     """
     try:
         with zipfile.ZipFile(file) as archive:

@@ -121,7 +121,7 @@ def _is_zip(source: Path) -> bool:
     """Return True for a torch.save file of 1.6 or later, after verifying its checksums; False for an older one.
 
     Raises:
-        UsageError: the file is no torch.save file.
+        UsageError: the file is not a torch.save file.
         CheckpointInvalid: the file is damaged.
     """
     with reading(source), source.open("rb") as file:

@@ -120,7 +120,8 @@ def _step(parts: _Parts, source: Path) -> int:
     """Return the number of updates done, as saved in the source; 0 for weights alone.
 
     Raises:
-        UsageError: the source has no step although it holds more than weights, or its step is no number of updates.
+        UsageError: the source has no step although it holds more than weights, or its step is not a number of
+            updates.
     """
     if parts.strange_step:
         raise UsageError(
@@ -223,7 +224,7 @@ class _Parts:
     def _dealt(
         self, groups: list[list[Any]], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return the parameter name for each key of the optimizer's state; None: the names are not certain.
+        """Return the parameter name for each key of the optimizer's state; None if the names are not certain.
 
         The groups (for example with and without weight decay) must each keep the order of the model. The names of the
         model are assigned in order. Each name must fit the shape of the next parameter of exactly one group.

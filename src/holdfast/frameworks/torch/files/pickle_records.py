@@ -1,10 +1,10 @@
 """The reading of a pickle as inert records: no name in it is looked up, and no function is called.
 
-Theory. A pickle is a program for a stack machine. The standard library's disassembler lists its instructions and turns
-their arguments into numbers and text only. The machine in this module knows the two dozen instructions that plain data
-and dataclasses need. A class is only a name here. For an instruction that calls a class, the machine makes a
-:class:`PickleRecord` with the name and the arguments. For an instruction that sets an object's state, it stores the
-state in that record. The result is then checked like any other untrusted data.
+Theory. A pickle is a program for a stack machine. The standard library's disassembler lists its instructions and
+turns their arguments into numbers and text, and nothing else. The machine in this module knows the two dozen
+instructions that plain data and dataclasses need. A class is only a name here. For an instruction that calls a class,
+the machine makes a :class:`PickleRecord` with the name and the arguments. For an instruction that sets an object's
+state, it stores the state in that record. The result is then checked like any other untrusted data.
 
 Invariants:
 1. The result consists of None, bool, int, float, str, bytes, tuple, list, dict and :class:`PickleRecord`. An

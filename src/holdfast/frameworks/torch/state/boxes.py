@@ -98,7 +98,7 @@ def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) 
     Args:
         tensor: a parameter, a buffer or a tensor of an optimizer's state, not a DTensor.
         shape: shape of the global tensor, in elements.
-        offsets: begin of ``tensor`` in the global tensor, in elements per dimension.
+        offsets: start of ``tensor`` in the global tensor, in elements per dimension.
 
     Raises:
         StateError: the region does not lie inside ``shape``.
@@ -139,7 +139,10 @@ def _region(
     places: tuple[tuple[int, ...], ...],
     sizes: tuple[tuple[int, ...], ...],
 ) -> TensorRegion:
-    """Return the region that these attributes of a tensor of shape ``local`` name. Raises: StateError."""
+    """Return the region that the attributes of a tensor describe. ``local``: the shape of the tensor itself.
+
+    Raises: StateError.
+    """
     sound = len(offsets) == len(places) == len(sizes) and all(
         len(shape) == len(size) == len(local)
         and _lies_in(size, offset, shape)

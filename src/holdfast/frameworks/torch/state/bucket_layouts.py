@@ -11,14 +11,15 @@ parameters. A process gets the layout from the first of these sources that has i
 4. another rank: at the first block with peers after each reset, all ranks compare their layouts
    (:meth:`BucketLayouts.agree`). If they differ, all take that of the lowest rank with the most known layouts.
 
-A block may raise an exception in a rehearsal, because it checks what a collective returned. The rehearsal is then given
-up, and source 4 is left. If no rank knows the layout, all ranks use the one that follows from the order of the
+A block may raise an exception in a rehearsal, because it checks the result of a collective. The rehearsal is then
+given up, and source 4 is left. If no rank knows the layout, all ranks use the one that follows from the order of the
 parameters. The sums are then right, but their last bits may differ from those of an undisturbed run, and a warning is
-logged. With ``static_graph`` a new process cannot train without a rehearsal: DDP makes one collective more in the first
-pass, so the exception ends the script.
+logged. With ``static_graph`` a new process cannot train without a rehearsal: DDP makes one collective more in the
+first pass, so the exception ends the script.
 
 Invariants:
-1. After :meth:`BucketLayouts.agree`, DDP sets no known layout again, so it stays that of the first passes.
+1. After :meth:`BucketLayouts.agree`, DDP does not set a known layout again. So the layout stays that of the first
+   passes.
 2. The calls of :meth:`BucketLayouts.agree` that communicate are at the same blocks on all ranks. Each one follows a
    reset of the wrappers, which all ranks make (a new generation), or an event that is the same on all ranks.
 """
@@ -91,7 +92,7 @@ class BucketLayouts:
         ]
 
     def load(self, values: Any) -> None:
-        """Keep the layouts of a loaded state, for :meth:`needs_rehearsal`; None: it has none."""
+        """Keep the layouts of a loaded state, for :meth:`needs_rehearsal`; None if the state has no layouts."""
         self._loaded = values if isinstance(values, list) else []
 
     # ------------------------------------------------------------------ rehearsals
@@ -141,7 +142,7 @@ class BucketLayouts:
             self._rehearsals = REHEARSALS_MAX
 
     def give_up(self) -> bool:
-        """Make no further rehearsal in this loop, because an exception of the block has ended this one.
+        """Make no further rehearsal in this loop, because an exception of the block has ended this rehearsal.
 
         Returns:
             False if this process cannot train without a rehearsal. With ``static_graph`` the first pass makes other
@@ -187,7 +188,7 @@ class BucketLayouts:
         self._agreed = False
 
     def forget(self) -> None:
-        """Reset the reducers: they keep their buckets and count their passes from zero, as healed reducers do.
+        """Reset the reducers: they keep their buckets and count their passes from zero, as after an abort.
 
         After :meth:`agree` they get the known layouts again: the other ranks do not compare theirs a second time.
         """

@@ -1,11 +1,11 @@
 """Copies of the model's buffers from two moments: when the script was given a step, and when that step's block began.
 
 Theory. A block that runs again starts from the buffers that it had at its first start. A replacement also runs the
-script's code before the block, so it starts from the buffers from before that code. A forward pass in that code, in
-training mode, changes batch norm's statistics with the data of each rank. So a replacement must make the pass on its
-own data. torch does not count batch norm's writes to its small statistics, so small buffers are copied at each step.
-Large buffers (masks, position tables) are copied again only when torch has counted a write. Until then both moments
-share one copy.
+script's code before the block. So it starts with the buffers as they were before that code. A forward pass in that
+code, in training mode, changes batch norm's statistics with the data of each rank. So a replacement must make the
+pass on its own data. torch does not count batch norm's writes to its small statistics, so small buffers are copied at
+each step. Large buffers (masks, position tables) are copied again only when torch has counted a write. Until then
+both moments share one copy.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ class _Unknown(Exception):
 def digest_of_content(value: object, left_out: Set[int] = frozenset()) -> int | None:
     """Return a digest of the content of ``value``. Waits for the device.
 
-    Return None if ``value`` is, or holds, an object other than dense tensors, modules, arrays, plain values, and lists,
-    tuples, deques, sets and dicts of them. Of a module, parameters and buffers count. The content of a file that is
-    mapped into memory does not count.
+    The accepted types are dense tensors, modules, arrays, plain values, and lists, tuples, deques, sets and dicts of
+    these. For any other object in ``value``, return None. Of a module, parameters and buffers count. The content of a
+    file that is mapped into memory does not count.
 
     Args:
         left_out: addresses of memory (``tensor_memory.address_of``). The numbers of tensors there do not count.
@@ -45,13 +45,13 @@ def digest_of_content(value: object, left_out: Set[int] = frozenset()) -> int | 
 
 
 def _sample(value: T) -> T:
-    """Return ``value``, a tensor or an array, or elements of it at equal distances if it is large."""
+    """Return the tensor or array ``value``. If it is large, return elements of it at equal distances."""
     distance = -(-value.nbytes // SIZE_BYTES_MAX)
     return value.reshape(-1)[::distance] if distance > 1 else value
 
 
 def _parts(value: object, left_out: Set[int]) -> Iterator[bytes]:
-    """Yield bytes that identify ``value``. Raises: _Unknown: it is, or holds, another object."""
+    """Yield bytes that identify ``value``. Raises: _Unknown: it has an object of another type."""
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
         if value.layout != torch.strided:

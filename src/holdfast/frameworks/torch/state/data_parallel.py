@@ -74,7 +74,7 @@ def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
     """Return True if this rank computes only a part of ``copy``: of its layers, or of its tensors.
 
     Fewer copies than ranks show that ranks share a copy. But without a wrapper, :func:`copy_of` counts as many copies
-    as ranks, so pipelines, DTensor meshes and declared parts of tensors are looked for as well.
+    as ranks. So this function also looks for pipelines, DTensor meshes and declared parts of tensors.
     """
     if copy.numbers != world_size:
         return True
@@ -88,7 +88,7 @@ def holds_part(model: Models, copy: Copy, world_size: int) -> bool:
 
 
 def _stage_ranks() -> Iterator[list[int]]:
-    """Yield the ranks of the pipeline of each stage in this process."""
+    """Yield, for each pipeline stage in this process, the ranks of its pipeline."""
     for stage in instances(*private_api.PIPELINE_STAGE):
         yield dist.get_process_group_ranks(stage.group or dist.group.WORLD)
 

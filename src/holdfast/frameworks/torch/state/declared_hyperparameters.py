@@ -105,7 +105,7 @@ class Declared:
             A function that sets the overridden values, to be called after the load.
 
         Raises:
-            CheckpointMismatch: a schedule of another kind.
+            CheckpointMismatch: the checkpoint has a schedule of another kind.
         """
         found = list(self._differences(saved))
         for each in found:

@@ -1,14 +1,14 @@
 """The broadcast that lets the modules of the user's state begin equal on all ranks of a new job.
 
-Theory. When DDP wraps the model, it gives the model the weights of the first rank. Many scripts copy the model into an
-average of weights before that, while each rank still has the weights of its own seed. The averages of the ranks then
-differ, and the script saves and reports the average of rank 0. A checkpoint and a replacement hold one value per entry
-of ``state=``, so a fault would replace one rank's average by another's. So all ranks take these averages from the first
-rank, as DDP does for the weights. The result is the average that the script would have saved without Holdfast.
-Tensors that ranks hold in parts (DTensor, ``holdfast.torch.declare``) stay unchanged. In a model in parts without a
-wrapper, the averages of the ranks are parts, too, and nothing is sent. If the modules of the ranks differ in names,
-shapes or types (stages of a pipeline), nothing is sent. ``replica_state_check.py`` compares the rest of the user's
-state.
+Theory. When DDP wraps the model, it gives the model the weights of the first rank. Many scripts copy the model into
+an average of weights earlier. At that time each rank still has the weights of its own seed. The averages of the ranks
+then differ, and the script saves and reports the average of rank 0. A checkpoint and a replacement hold one value per
+entry of ``state=``, so a fault would replace one rank's average by another's. So all ranks take these averages from
+the first rank, as DDP does for the weights. The result is the average that the script would have saved without
+Holdfast. Tensors that ranks hold in parts (DTensor, ``holdfast.torch.declare``) stay unchanged. In a model in parts
+without a wrapper, the averages of the ranks are also parts, and nothing is sent. If the modules of the ranks differ
+in names, shapes or types (stages of a pipeline), nothing is sent. ``replica_state_check.py`` compares the rest of the
+user's state.
 """
 
 from __future__ import annotations

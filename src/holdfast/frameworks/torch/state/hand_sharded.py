@@ -46,7 +46,7 @@ class HandCut:
         """Return the saved state of a parameter that belongs to this rank.
 
         Args:
-            prefix: begin of the names of the optimizer's entries.
+            prefix: start of the names of the optimizer's entries.
             parameter: name of the parameter.
             items: its state in the plain values, which any rank may have saved.
 
@@ -78,7 +78,7 @@ class HandCut:
 
     @cached_property
     def _apart(self) -> dict[str, list[tuple[str, TensorEntry]]]:
-        """Lists of optimizer entries that fewer ranks hold than hold the parameter, by optimizer and parameter."""
+        """Optimizer entries with fewer holders than their parameter has, as lists by optimizer and parameter."""
         found: dict[str, list[tuple[str, TensorEntry]]] = {}
         tensors = self._catalogue.by_fqn
         for entry in self._catalogue.tensors:

@@ -80,8 +80,8 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
     """Return the session's ``optimizer`` argument as a dict by name.
 
     Raises:
-        UnsupportedError: an optimizer of Megatron, one that communicates inside its step, or one that leaves the
-            updates to others, which have the state.
+        UnsupportedError: an optimizer of Megatron, one that communicates inside its step, or one whose attributes
+            contain other optimizers, which make the updates and hold the state.
         UsageError: an object is not an optimizer.
     """
     several = value.values() if isinstance(value, Mapping) else value
@@ -104,7 +104,7 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
 def _refuse_container(name: str, optimizer: Optimizer) -> None:
     """Raise UnsupportedError for an optimizer whose parameters another one in its attributes updates.
 
-    The other one has the state (momenta), and no save would have it.
+    The inner optimizer has the state (momenta), so no save would contain it.
     """
     ours = {id(parameter) for parameter in parameters_of(optimizer)}
     others = {
@@ -123,7 +123,7 @@ def _refuse_container(name: str, optimizer: Optimizer) -> None:
 
 
 def held_by(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers in the attributes of another one, also in lists and dicts there, each by its path."""
+    """Return the optimizers in the attributes of an optimizer, and in lists and dicts there, by path."""
     found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
         pairs = (
@@ -136,10 +136,10 @@ def held_by(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def _refuse_megatron(optimizer: Any) -> None:
-    """Refuse an optimizer of Megatron: it is no torch optimizer, and its ``step()`` does more than update.
+    """Refuse an optimizer of Megatron: it is not a torch optimizer, and its ``step()`` does more than update.
 
     Raises:
-        UnsupportedError: names the optimizer's class.
+        UnsupportedError: the error names the optimizer's class.
     """
     bases = {base.__name__ for base in type(optimizer).__mro__}
     if "MegatronOptimizer" not in bases:
@@ -298,7 +298,7 @@ class Undo:
         self._states.clear()
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Return the copies that :meth:`record` made of parameters and :meth:`keep` of tensors.
+        """Return the copies of parameters that :meth:`record` made, and of tensors that :meth:`keep` made.
 
         The key of a copy is the ``id`` of the original tensor.
         """
@@ -333,9 +333,9 @@ def clone(value: Any) -> Any:
 def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
     """Return a leaf function for the optimizer's state of ``parameter``. It passes each value on to ``leaf``.
 
-    A tensor with the shape of ``parameter`` is first declared to have the same region as ``parameter``. The memory
-    order of a tensor is added to the result of ``leaf`` if :func:`allocate`, which a load calls, would choose another
-    memory order.
+    A tensor with the shape of ``parameter`` is first declared to have the same region as ``parameter``. A load makes
+    the memory of a tensor by :func:`allocate`. If this function would choose another memory order than the tensor
+    has, the memory order is added to the result of ``leaf``.
     """
 
     def take(value: Any, path: str) -> Plain:
@@ -420,7 +420,10 @@ class OptimizerState:
         return type(self._optimizer).__name__
 
     def size(self) -> int:
-        """Return a hash that changes with the tensors of the state and their shapes, in lists and dicts as well."""
+        """Return a hash that changes with the tensors of the state and with their shapes.
+
+        Tensors in lists and dicts count as well.
+        """
         return hash(tuple([_form(of_one) for of_one in self.optimizer.state.values()]))
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -436,7 +439,7 @@ class OptimizerState:
         return hyperparameters(self.optimizer)
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write the settings of parameter groups back, and remove the groups that were added after ``groups``."""
+        """Write back ``groups``, the settings of parameter groups. Remove the groups that were added later."""
         del self.optimizer.param_groups[len(groups) :]
         set_hyperparameters(self.optimizer, groups)
 
@@ -487,8 +490,8 @@ class OptimizerState:
 
         Otherwise the saved state would be dropped silently. The kinds are compared by class and by settings. Names of
         state values are not compared: an optimizer creates its state at its first update, and none for a parameter
-        without a gradient. Old checkpoints do not name the class. They are refused only if each side has settings that
-        the other side lacks, because versions of torch also differ in settings.
+        without a gradient. Old checkpoints do not name the class. Versions of torch also differ in settings. So old
+        checkpoints are refused only if each side has settings that the other side lacks.
         """
         here, then = self.kind(), saved.get("class", "")
         if here == then:
@@ -562,7 +565,7 @@ class OptimizerState:
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """Find or make memory for the tensors of ``saved`` (from :meth:`split`), and add it to ``targets`` by name.
+        """Find or make memory for the tensors of ``saved`` (from :meth:`split`). Add it to ``targets`` by tensor name.
 
         Present tensors of the optimizer that have the same shape, dtype and sharding are filled in place.
 
@@ -656,7 +659,8 @@ def allocate(
 
     Args:
         there: the present tensor. It is returned if it already fits.
-        order: the dimensions, from the slowest to the fastest in memory. None: as in ``like``, or in C order.
+        order: the dimensions, from the slowest to the fastest in memory. None means the order of ``like``, or C
+            order.
 
     Raises:
         CheckpointInvalid: ``order`` does not name each dimension once.

@@ -53,7 +53,7 @@ class Draws(NamedTuple):
         """Return the streams that copy number ``copy`` draws from.
 
         Args:
-            streams: the streams of all copies; None: each copy has separate streams.
+            streams: the streams of all copies; None if each copy has separate streams.
             copy: number of the copy of the model.
         """
         if streams is None:
@@ -155,7 +155,7 @@ class RandomNumbers:
         seed: seed of the session.
 
     Attributes:
-        streams: the streams of all copies of the model; None: each copy has separate streams.
+        streams: the streams of all copies of the model; None if each copy has separate streams.
     """
 
     def __init__(self, seed: int) -> None:
@@ -169,7 +169,7 @@ class RandomNumbers:
     def begin(
         self, copy: int, step: int, named: Iterable[tuple[str, Generator]], *, between: bool = False
     ) -> None:
-        """Seed the default generators, and the user's ``named`` ones, for one step of copy number ``copy``.
+        """Seed the default generators, and the user's ``named`` generators, for one step of copy number ``copy``.
 
         With ``between``, seed them for the code before the block.
         """

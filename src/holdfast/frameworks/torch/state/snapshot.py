@@ -132,7 +132,7 @@ class Snapshot:
         return found
 
     def size(self) -> int:
-        """Return the number of elements of the modules' extra state, which changes with the layout of that state."""
+        """Return the number of elements of the modules' extra state. It changes with the layout of that state."""
         return _numel(self._modules)
 
     def restore(self) -> None:

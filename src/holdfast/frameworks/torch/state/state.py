@@ -117,7 +117,7 @@ def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the items of a dict, list, tuple or deque with their keys; of another value nothing."""
+    """Return the items of a dict, list, tuple or deque with their keys; for any other value nothing."""
     if isinstance(value, Mapping):
         return value.items()
     return enumerate(value) if isinstance(value, list | tuple | deque) else ()
@@ -294,8 +294,8 @@ class TorchState:
         devices: the accelerators that held the state when this object was made.
 
     Raises:
-        StateError: a value that cannot be saved; names its key path and type.
-        UsageError: an argument of a wrong type.
+        StateError: a value that cannot be saved; the error names its key path and type.
+        UsageError: an argument has a wrong type.
     """
 
     def __init__(
@@ -540,7 +540,7 @@ class TorchRestore:
         self._prepare_extras(values["state"])
 
     def then(self, what: Callable[[], None]) -> None:
-        """Make :meth:`finish` call the function ``what`` at its end."""
+        """Make :meth:`finish` call the function ``what`` at the end of the load."""
         self._finish.append(what)
 
     def _same(self, kind: str, ours: Mapping[str, Any], saved: Mapping[str, Plain]) -> None:

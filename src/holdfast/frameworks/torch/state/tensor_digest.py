@@ -66,9 +66,9 @@ def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
 
 
 def _pieces(state: Regions, extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of each of ``extents`` (a byte range of a box) on its device, without a copy if in C order.
+    """Yield the bytes of each of ``extents`` (a byte range of a box) on its device.
 
-    Other tensors are copied piece by piece.
+    A tensor in C order is not copied. Other tensors are copied piece by piece.
     """
     piece_bytes = CHUNK_WORDS * _WORD_BYTES // PIECES_OF_CHUNK
     for extent in extents:

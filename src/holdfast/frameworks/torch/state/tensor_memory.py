@@ -1,4 +1,4 @@
-"""The memory of tensors: the content of small ones, read without an operation of torch, and whether two share it."""
+"""The memory of tensors: its content, read without an operation of torch, and a test whether two tensors share it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def content_of(value: object, size_bytes_max: int) -> bytes | None:
         size_bytes_max: largest content that is read.
 
     Returns:
-        The content in the order of the elements. None: ``value`` is no such tensor, is a parameter, is not contiguous,
-        or is larger.
+        The content in the order of the elements. None if ``value`` is not such a tensor, is a parameter, is not
+        contiguous, or is larger.
     """
     if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
         return None
@@ -32,7 +32,7 @@ def content_of(value: object, size_bytes_max: int) -> bytes | None:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of the memory of this rank's part of a tensor, which its views share; 0: it has none."""
+    """Return the address of the memory of this rank's part of a tensor, which its views share; 0 if it has none."""
     is_strided = tensor.layout == torch.strided
     return local_of(tensor).untyped_storage().data_ptr() if is_strided else 0
 

@@ -3,20 +3,20 @@
 Examples are target networks, momentum encoders and averages of the weights.
 
 Theory. An optimizer changes weights after the vote, or in a tentative update that can be undone. The script itself
-changes an average of the weights, at any point of the block. A block that runs again, or a rehearsal, would change the
-average once too often. So the average is copied at the start of a block, like a buffer. Copies of all frozen weights
-would cost too much. So a tensor is copied if it has the shape and dtype of a trained weight, as an average has, or if
-it is small. Other tensors are copied while the memory of invariant 1 suffices: a momentum encoder also averages layers
-that are frozen in the trained network, so no trained weight has their shape. Frozen layers of the trained network come
-last. A tensor that did not change before the votes of several blocks is no longer copied. If torch's count of writes or
-the address of such a tensor changes later, it is copied from the next block on.
-A block may also replace a tensor of a module by another tensor: ``self.center = 0.9 * self.center + ...``. So the dict
-and the key that hold each tensor are recorded, and after an aborted block the first tensor is put back under this key.
+changes an average of the weights, at any point of the block. A block that runs again, or a rehearsal, would change
+the average once too often. So the average is copied at the start of a block, like a buffer. Copies of all frozen
+weights would cost too much. So a tensor is copied if it is small, or if it has the shape and dtype of a trained
+weight (as an average has). Other tensors are copied while the memory of invariant 1 suffices: a momentum encoder also
+averages layers that are frozen in the trained network, so no trained weight has their shape. Frozen layers of the
+trained network come last. A tensor that did not change before the votes of several blocks is no longer copied. If
+torch's count of writes or the address of such a tensor changes later, it is copied from the next block on. A block
+may also replace a tensor of a module by another tensor: ``self.center = 0.9 * self.center + ...``. So the dict and
+the key that hold each tensor are recorded, and after an aborted block the first tensor is put back under this key.
 
 Invariants:
 1. The copies take at most twice the memory of the trained weights, plus the memory of tensors known to change.
-2. A tensor that was written before a vote and was not copied is reported when its block is put back, and the check of
-   a block refuses it.
+2. If a tensor was written before a vote and was not copied, a warning names it when its block is put back. The check
+   of a block refuses such a tensor.
 3. After a block was put back, every module of the user's state holds the same tensors as before the block.
 """
 
@@ -181,11 +181,11 @@ class UntrainedWeights:
         self._lost.update(changed)
 
     def lost(self) -> dict[str, int]:
-        """Return by name the number of changes of each tensor that were not put back."""
+        """Return, for each tensor by name, the number of its changes that were not put back."""
         return {".".join(filter(None, path)): count for path, count in self._lost.items()}
 
     def modules(self) -> dict[str, Any]:
-        """Return the state dicts of those user modules that have copies, as they were at the start of the block."""
+        """Return the state dicts, as of the start of the block, of the user's modules that have copies."""
         weights = self._undo.weights()
         before: dict[str, dict[str, torch.Tensor]] = {}
         for held in self._all():
@@ -214,5 +214,5 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _may_be_average(tensor: torch.Tensor) -> bool:
-    """Return False for quantized weights and tensors of a library's own classes."""
+    """Return True if a tensor may be an average of weights; False for quantized weights and a library's own classes."""
     return tensor.is_floating_point() and type(local_of(tensor)) is torch.Tensor

@@ -94,7 +94,7 @@ class UpdateReplay:
             self.settle()
 
     def refuse(self, what: str) -> None:
-        """Stop the recording, because the script does something (``what``) that a gradient log cannot hold."""
+        """Stop the recording, because a gradient log cannot record an action of the script (``what``)."""
         self._refused = self._refused or what
 
     # ------------------------------------------------------------------ from the session
@@ -293,7 +293,7 @@ def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
 
 
 def _cut_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return True if gradient and parameter are evidently sharded alike, as in almost every step; a quick check."""
+    """Return True if a quick check shows that gradient and parameter are sharded alike, as in almost every step."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return not isinstance(gradient, DTensor) and not isinstance(parameter, DTensor)
     return gradient.device_mesh is parameter.device_mesh and gradient.placements == parameter.placements
@@ -309,7 +309,10 @@ def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(parameter: torch.Tensor, gradient: Gradient) -> torch.Tensor:
-    """Return the recorded gradient as a tensor for ``parameter``. Raises: StateError: another dtype or shape."""
+    """Return the recorded gradient as a tensor for ``parameter``.
+
+    Raises: StateError: the gradient has another dtype or shape.
+    """
     made = torch.empty_like(parameter, requires_grad=False)
     local = local_of(made)
     dtype = TORCH_DTYPES.get(gradient.dtype)

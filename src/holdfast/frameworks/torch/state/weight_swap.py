@@ -30,7 +30,7 @@ class _Noted(NamedTuple):
 class WeightSample:
     """A sample of the given parameters, which shows if the model holds other weights now.
 
-    Only parameters on one device are sampled: trained ones, or any if none is trained.
+    Only parameters on one device are sampled. They are trained parameters or, if no parameter is trained, any.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ class WeightSample:
         self._noted: _Noted | None = None
 
     def note(self) -> None:
-        """Record the present weights as the right ones."""
+        """Record the present weights as the trained weights."""
         places, known = self._places(), self._noted
         if not all(places):  # there is no weight, or the script has taken its memory away for a while
             self._noted = None

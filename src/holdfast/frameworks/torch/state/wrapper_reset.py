@@ -171,10 +171,10 @@ def rehearsals_needed(model: nn.Module) -> bool:
     """Return True while a DDP module in ``model`` has yet to rebuild its buckets.
 
     DDP sets the layout of its buckets after the first backward passes: after two, or three with ``static_graph``. The
-    layout decides the order of gloo's sums. So a process that starts from the beginning in a job that has already
-    trained rehearses forward and backward passes in loopback until this function returns False. Otherwise its sums
-    would differ from those of an undisturbed run. DDP counts one pass in a process that has trained the previous step
-    (none with ``static_graph``). Such a process needs no rehearsal: it builds the buckets from that pass.
+    layout decides the order of gloo's sums. So a new process of a job that has already trained rehearses: it runs
+    forward and backward passes in loopback until this function returns False. Otherwise its sums would differ from
+    those of an undisturbed run. DDP counts one pass in a process that has trained the previous step (none with
+    ``static_graph``). Such a process needs no rehearsal: it builds the buckets from that pass.
     """
     return any(
         not private_api.has_rebuilt_buckets(ddp) and _will_rebuild(ddp) for ddp in data_parallel(model)

@@ -2,10 +2,10 @@
 
 Theory. Its ``step()`` communicates, so the loss of a rank during ``step()`` leaves some parameters updated and others
 not. The update is therefore *tentative*: it is made before the vote, after a copy of the weights and of this rank's
-optimizer state. If the update fails, it is undone, like an update inside ``step.update(name)``.
-The state of a parameter lies whole on the rank that updates the parameter. The parameters and the number of ranks
-determine that rank. So a process that begins without state knows which tensors of a checkpoint belong to it, even if
-another number of ranks wrote the checkpoint.
+optimizer state. If the update fails, it is undone, like an update inside ``step.update(name)``. The state of a
+parameter lies whole on the rank that updates the parameter. The parameters and the number of ranks determine that
+rank. So a process that begins without state knows its tensors in a checkpoint, even if another number of ranks wrote
+the checkpoint.
 
 Invariants:
 1. The optimizer's ``state`` and the ``state`` of its local optimizer are the same object.
@@ -102,7 +102,7 @@ class ZeroState(OptimizerState):
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """Make memory for the saved state of the parameters that this rank updates, as the base class does.
+        """Make memory for the saved state of the parameters that this rank updates; see the base class.
 
         The plain values ``saved`` may come from any rank: the catalogue names the tensors of all ranks.
         """

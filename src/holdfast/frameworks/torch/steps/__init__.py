@@ -1,1 +1,1 @@
-"""Checks and helpers of one step: the proof of the block, gradients that are not finite or left over, accumulation."""
+"""Checks and helpers of one step: proof of the block, left-over gradients, gradients with inf or nan, accumulation."""

@@ -140,10 +140,10 @@ class Suspicion:
 
     @property
     def cause(self) -> str:
-        """The cause of the difference, in words; empty: none found.
+        """The cause of the difference, in words; empty if none was found.
 
-        The cause is a trained weight that the block writes, or else the impure input that the recorder of the block's
-        tensors has found.
+        The cause is a trained weight that the block writes. Otherwise it is the impure input that the recorder of the
+        block's tensors has found.
         """
         written = self._written_now() if self._written is None else self._written
         if written:
@@ -151,7 +151,7 @@ class Suspicion:
         return "" if self._witness is None else self._witness.cause
 
     def changed(self) -> list[str]:
-        """Return the numbers in attributes of modules that differ between the begins of the last two runs, in words."""
+        """Return, in words, which attributes of modules had other numbers when the last run of the block began."""
         before, now = self._numbers
         return [
             f"{name} (was {before[name]}, then {value})"
@@ -160,7 +160,7 @@ class Suspicion:
         ]
 
     def updates(self) -> None:
-        """Record the weights that the block has written so far: it is about to make an update ahead of its vote."""
+        """Record the weights that the block has written so far, because an update ahead of its vote comes next."""
         if self._before is not None and self._written is None:
             self._written = self._written_now()
 

@@ -1,15 +1,14 @@
 """The search for impure inputs of a block: tensors of its previous run, and random generators that are not put back.
 
 Theory. If a block computes a different result when it runs again, it uses a value that its previous run has left in a
-variable. Two such runs are recorded. In the first run, each tensor that the block makes, and each other tensor that it
-writes, is noted with the line of the script. Parameters, buffers, optimizer state and the user's state in the session
-are not noted, because they are put back between the runs.
-Both runs make the same calls of torch, until a call depends on a value that differs. The first call of the second run
-that reads another value than in the first run shows the impure input. That is a noted tensor, or a tensor that no call
-of torch has made. If the second run itself has made the tensor, the cause is a value that is no tensor. If the two runs
-make different calls before that, the first noted tensor that the second run reads is taken for the cause.
-A call that only adds to a tensor in place (a sum for statistics) computes nothing from it. Such a sum is the cause only
-if another call reads it later.
+variable. Two such runs are recorded. In the first run, each tensor that the block makes or writes is noted, with the
+line of the script. Parameters, buffers, optimizer state and the user's state in the session are not noted, because
+they are put back between the runs. Both runs make the same calls of torch, until a call depends on a value that
+differs. The first call of the second run that reads another value than in the first run shows the impure input. That
+is a noted tensor, or a tensor that no call of torch has made. If the second run itself has made the tensor, the cause
+is a value that is not a tensor. If the two runs make different calls before such a call, the first noted tensor that
+the second run reads is taken for the cause. A call that only adds to a tensor in place (a sum for statistics)
+computes nothing from it. Such a sum is the cause only if another call reads it later.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 def _in_wrapper() -> bool:
-    """Return True in a call of torch's own wrappers, which work on memory that they gather and free (FSDP2)."""
+    """Return True in a call by a wrapper of torch (FSDP2), which works on memory that it gathers and frees."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_WRAPPER_DEPTH):
         if frame is None:

@@ -1,4 +1,4 @@
-"""The session's forward hook on a module of the script, which copies of the module do not have."""
+"""The session's forward hook on a module of the script. Copies of the module do not have the hook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class OutputHook:
     """A forward hook that passes each output to ``watch``.
 
     A copy of the module (``copy.deepcopy``, ``pickle``, ``torch.save``) gets a function of the standard library that
-    does nothing instead. So a copy is no part of the session, and its file can be loaded without Holdfast.
+    does nothing instead. So a copy is not part of the session, and its file can be loaded without Holdfast.
     """
 
     def __init__(self, watch: Callable[[Any], None]) -> None:

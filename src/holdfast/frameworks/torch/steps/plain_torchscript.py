@@ -1,10 +1,10 @@
 """Functions of TorchScript that compute the same bits at each call, whatever the process has called before.
 
-Theory. TorchScript records the first call of a function (its *profile*), and optimizes the function for the tensors of
-this call. The optimized function has other gradients, in the last bits. So the first call differs from the later ones.
-If the first call is one of an evaluation, no call is optimized for gradients: the process then computes other bits in
-all of its steps. A replacement that begins with an evaluation would do so, and no other rank. Without the profile each
-call runs as it is written.
+Theory. TorchScript records the first call of a function (its *profile*), and optimizes the function for the tensors
+of this call. The gradients of the optimized function differ in the last bits. So the first call has other gradients
+than the later calls. If the first call belongs to an evaluation, no call is optimized for gradients, and the process
+computes other bits in all of its steps. A replacement may begin with an evaluation, and would then compute other bits
+than all other ranks. Without the profile each call runs as it is written.
 """
 
 from __future__ import annotations

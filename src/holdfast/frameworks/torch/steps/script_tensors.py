@@ -3,7 +3,7 @@
 It also finds counters of wrappers: an int attribute of an object that holds state of the session in another attribute.
 
 Only values are searched. Classes, Python modules, the objects of torch's runtime and those of Holdfast are left out.
-Long containers count as data and are left out too. The nearest values come first, and the search ends after
+Long containers count as data and are also left out. The nearest values come first, and the search ends after
 ``VALUES_MAX`` values, so it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would
 load its values, and a proxy would answer for another object. So exact types are compared instead of ``isinstance``,
 and only methods of the built-in types are called.
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     Attributes:
         path: the expression for this place in the script: ``ema.shadow['fc.weight']``.
         modules: the modules that have registered the tensor, the outermost first, each with its path and class.
-        container: the dict, list, object or cell that holds it; None: a variable.
+        container: the dict, list, object or cell that holds it; None for a variable.
         key: its key in ``container``.
         value: the tensor, the array, the counter or another value.
     """
@@ -60,13 +60,13 @@ def places_in(
 ) -> Iterator[Place]:
     """Yield each variable, attribute, entry or closure cell of the script that holds a tensor or an array.
 
-    Yield also the counters of wrappers (see the module). The search begins at the script's variables and follows what
-    they hold.
+    Yield also the counters of wrappers (see the module). The search begins at the script's variables and continues in
+    the objects that they hold.
 
     Args:
         variables: the script's variables by name.
         known: ids of objects that are not searched, because they are part of the state.
-        trained: ids of the trained models and their optimizers. An object that holds one of them is no wrapper of
+        trained: ids of the trained models and their optimizers. An object that holds one of them is not a wrapper of
             state but the script's loop, and its numbers do not count.
     """
     seen: set[int] = set(known)
@@ -91,7 +91,7 @@ def places_in(
 
 
 def _wraps(holder: object, known: Collection[int], trained: Collection[int]) -> bool:
-    """Return True if an object holds a known object in an attribute, and nothing that is trained."""
+    """Return True if an object holds a known object in an attribute, and holds no trained object."""
     if holder is None or _is(holder, *_CONTAINERS):
         return False
     own = _attributes(holder)
@@ -149,7 +149,7 @@ def _children(place: Place) -> Iterator[Place]:
 def _entries(value: Any) -> list[tuple[object, Any]] | None:
     """Return keys and values of a dict, list, tuple or deque; None if ``value`` is none of these.
 
-    A long container whose first value is no tensor or array holds data of the script: the result is an empty list.
+    A long container whose first value is not a tensor or array holds data of the script: the result is an empty list.
     """
     kind: Any = next((kind for kind in _CONTAINERS if _is(value, kind)), None)
     if kind is None:

@@ -1,4 +1,4 @@
-"""The refusal of gradients that a block leaves over, and to which the next block would add.
+"""The refusal of gradients that a block leaves behind, so that the next block would add to them.
 
 No checkpoint holds gradients, and an aborted step drops them. So a sum over several blocks would be lost in any fault
 and at every resume. A gradient is refused only if three things hold: it existed when the block began, it is still there
@@ -95,10 +95,10 @@ class Leftover:
         """Refuse an update with gradients of an earlier block that no ``zero_grad`` has removed.
 
         Args:
-            members: parameters of the optimizer that is about to step; None: of all optimizers.
+            members: parameters of the optimizer that is about to step; None means the parameters of all optimizers.
 
         Raises:
-            StepError: one of them still has such a gradient.
+            StepError: a parameter still has such a gradient.
         """
         if not self._suspects:
             return

@@ -7,14 +7,14 @@ when a later step begins, and one of two conditions holds:
 1. a module that is not part of the session has registered them (``AveragedModel``, a loss with a center), or
 2. they have the shapes of weights of a model: weights with at least half of the model's trained elements.
 
-A counter counts as well, if it is an attribute of an object that holds state of the session in another attribute
-(YOLO's ``ModelEMA``: ``ema`` is a module, ``updates`` decides on its decay). A counter that equals a number in the
+A counter is also found if its object holds state of the session in another attribute. An example is YOLO's
+``ModelEMA``: ``ema`` is a module, and its decay depends on ``updates``. A counter that equals a number in the
 session's state is a copy of that number.
 
 Two kinds of change count. The tensor itself was written. Or a container that existed before the first step holds
-another tensor under the same key (``shadow[name] = decay * shadow[name] + ...``). A list that each step makes again is
-no such container, unless the source shows that it follows from the one before. A sample of the elements is compared.
-Tensors are found again by weak references, so none is kept alive.
+another tensor under the same key (``shadow[name] = decay * shadow[name] + ...``). A list that each step makes again
+does not count as such a container, unless the source shows that the new list is computed from the old one. A sample
+of the elements is compared. Tensors are found again by weak references, so none is kept alive.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class UndeclaredTensors:
 
         Args:
             variables: the script's variables by name.
-            renewed: variables and attributes whose container each step replaces by one that follows from it.
+            renewed: variables and attributes whose container each step replaces by a new one, computed from the old
+                one.
         """
         self._schedules.search()
         trained = self._state.trained()
@@ -140,7 +141,7 @@ class UndeclaredTensors:
 
 
 def _slot(place: Place, renewed: Set[str]) -> _Slot:
-    """Return what identifies a place: container and key, or the path in containers that each step replaces."""
+    """Return the identity of a place: container and key, or its path if each step replaces the container."""
     outer = place.path
     while outer.endswith("]"):
         outer = outer.rpartition("[")[0]
