@@ -77,6 +77,28 @@ def test_a_network_may_be_cleared_after_the_backward_pass_of_another_went_throug
     train_in_steps(block)
 
 
+def test_a_network_may_be_cleared_later_after_a_step_that_its_scaler_left_out() -> None:
+    """Regression: a step whose updates the scalers skip counted as one that adds up gradients."""
+    scalers = {name: torch.amp.GradScaler("cpu", init_scale=2.0**127) for name in ("g", "d")}
+    torch.manual_seed(0)
+    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_d = torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1)
+    with holdfast.session(
+        model={"g": g, "d": d}, optimizer={"g": of_g, "d": of_d}, state=dict(scalers), resume="never"
+    ) as s:
+        for step in s.steps(until=8):
+            with step:
+                fake = g(torch.ones(4, 2))
+                for name, optimizer, loss in (("g", of_g, d(fake)), ("d", of_d, -d(fake.detach()))):
+                    optimizer.zero_grad()
+                    scalers[name].scale(4 * loss.sum()).backward()
+                    scalers[name].unscale_(optimizer)
+                    with step.update(name):
+                        scalers[name].step(optimizer)
+                    scalers[name].update()
+    assert all(scaler.get_scale() < 2.0**127 for scaler in scalers.values())
+
+
 def test_a_network_that_is_not_cleared_is_refused_at_its_named_update() -> None:
     updates: list[str] = []
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.frameworks.torch.state.wrapper_reset import Scaling, effective_scaler
+from holdfast.frameworks.torch.state.wrapper_reset import Scaling, effective_scaler, scalers_of
 from tests.adapters import aborts
 from tests.adapters.worlds import Worlds
 
@@ -95,3 +95,17 @@ def test_a_disabled_scaler_is_no_scaler() -> None:
     disabled.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
     disabled.unscale_(optimizer)
     Scaling(None, {}).settle([optimizer])
+
+
+def test_a_second_scaler_in_the_state_is_reset_as_well() -> None:
+    """Regression: after an abort between ``unscale_`` and ``update``, the next run of the block raised an error."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scaler, disabled = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    scaling = Scaling(None, {"second": scaler, "disabled": disabled, "number": 1})
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        scaling.heal()
+    assert scalers_of(disabled, {}) == [] and scalers_of(scaler, {"number": 1}) == [scaler]

@@ -155,12 +155,16 @@ def test_a_death_between_two_updates_of_a_step_undoes_the_first_ones(
 
 
 @pytest.mark.more
+@pytest.mark.parametrize(("name", "kills"), [("lazy", "1:4,0:6"), ("tuned", "1:7,0:11")])
 def test_a_death_between_the_phases_of_a_gan_undoes_the_first_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kills: str
 ) -> None:
-    """Both ranks have updated the generator, once or twice, with the gradients of this step."""
-    _, calm = run(tmp_path / "calm", "adapted", "lazy", monkeypatch)
-    output, killed = run(tmp_path / "killed", "adapted", "lazy", monkeypatch, KILL_INSIDE="1:4,0:6")
+    """Both ranks have updated the generator, once or twice, with the gradients of this step.
+
+    The scaler of the discriminator has unscaled its gradients. Regression: the survivor ended with a RuntimeError.
+    """
+    _, calm = run(tmp_path / "calm", "adapted", name, monkeypatch)
+    output, killed = run(tmp_path / "killed", "adapted", name, monkeypatch, KILL_INSIDE=kills)
     assert "2 faults, 0 steps lost" in output and killed == calm, output
 
 

@@ -265,6 +265,24 @@ def test_an_element_on_which_the_updates_depend_is_named_before_a_meter_in_a_ten
                 script.pure()
 
 
+def test_a_buffer_that_gets_its_first_tensors_is_named() -> None:
+    """The pool of earlier images of a GAN. Regression: a list of tensors had no value, so nothing was compared."""
+    script = Script()
+    past: list[torch.Tensor] = []
+    with (
+        pytest.raises(ImpureBlockError, match="finds other values of past, on which its updates depend"),
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                new = torch.ones(4, 2)
+                if len(past) < 8:
+                    past.append(new)
+                else:
+                    new = past[step.number % 8]
+                script.learn(new)
+
+
 def test_a_variable_that_the_runs_have_not_assigned_is_no_cause() -> None:
     """Regression: its placeholder has the methods of an iterator, so it was named as drawn from."""
     script, shards = Script(), Shards()

@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from holdfast.runtime.worker.script_frames import values_of
+from holdfast.session.session import Session
 from holdfast.session.variables.called_bodies import CallWithBody
 from holdfast.session.variables.deciding_variables import (
     deciding_variables,
@@ -195,6 +196,14 @@ FOUND: dict[str, tuple[str, ...]] = {
         "args.adam",
         "seen",
     ),
+    # What a block takes from ``own`` of the session continues with the job. At the first step there may be none.
+    "if s.own:\n    seen = s.own[0]\nset_rate(seen, 1)\noptimizer.step()\nseen += 1\ns.own = [seen]": (
+        "s.own",
+    ),
+    "if mean.own:\n    seen = mean.own[0]\nset_rate(seen, 1)\noptimizer.step()\nseen += 1\nmean.own = [seen]": (
+        "mean.own",
+        "seen",
+    ),
 }
 
 
@@ -227,7 +236,7 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     rates = types.ModuleType("rates")
     exec(compile(RATES, str(other), "exec"), vars(rates))
     adjust, adjust_deeply = rates.adjust, rates.adjust_deeply
-    off = False
+    off, s = False, object.__new__(Session)
     shows, seen = numbers_from(4), 1  # drawn from after the block
     args = argparse.Namespace(adam=True, rate=0.1)
     net = module.Net()
@@ -240,6 +249,7 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
         all((*used, set_given, set_scaled, adjust, adjust_deeply, wrapped, twice, args))
         and number == 0
         and not off
+        and s
     )
 
 
@@ -320,3 +330,46 @@ def test_names_belong_to_the_frame_of_their_function(tmp_path: Path) -> None:
     vars(module).update(look=look)
     module.Trainer().run()
     assert found == {"self.count": 5, "self.sampler.losses": [1.0, 4.0]}
+
+
+DEEP = """
+class Strength:
+    def __init__(self):
+        self.calls, self.now = 0, 0.0
+
+    def tune(self):
+        self.calls += 1
+        if self.calls % 8 == 0:
+            self.now = 0.1 * self.calls
+        return self.now
+
+
+def layer(batch):
+    return part(part(batch))
+
+
+def part(batch):
+    return batch
+
+
+for step in steps:
+    with step as batch:
+        batch = MODEL
+        loss = batch * strength.tune()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_calls_of_the_loop_count_before_those_in_their_functions(tmp_path: Path) -> None:
+    """Regression: the functions of StyleGAN2's networks took the bodies of all calls after them (``BODIES_MAX``)."""
+    text = DEEP.replace("MODEL", "; ".join(["batch", *["batch = layer(batch)"] * 30]))
+    (file := tmp_path / "train.py").write_text(text)
+    linecache.checkcache()
+    module = types.ModuleType("train")
+    exec(compile(text[: text.index("for step")], str(file), "exec"), vars(module))
+    strength, layer, part = module.Strength(), module.layer, module.part
+    line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
+    found = deciding_variables(((str(file), line),), update=True)
+    assert found == ("strength.calls", "strength.now")
+    assert strength and layer and part

@@ -53,6 +53,11 @@ def test_names_that_a_step_takes_over_from_the_step_before(tmp_path: Path, after
 
 
 UPDATES: dict[str, tuple[str, ...]] = {
+    # An element of a container in an object: the other attributes of the object are not written.
+    "a.pool.items[0] = x\nloss = x * a.pool.count\nloss.backward()\noptimizer.step()\na.pool.count += 1": (
+        "a.pool.count",
+    ),
+    "loss = x * a.pool.size\nloss.backward()\noptimizer.step()\na.pool.items[0] = x": (),
     "if step.number - last >= 3:\n    optimizer.step()\n    last = step.number": ("last",),
     "for g in optimizer.param_groups:\n    g['lr'] = rate(it)\noptimizer.step()\nit += 1": ("it",),
     "for g in optimizer.param_groups:\n    g['momentum'] = warm(it)\noptimizer.step()\nit += 1": ("it",),

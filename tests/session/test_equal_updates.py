@@ -570,6 +570,21 @@ def test_a_plain_value_of_any_kind_is_compared(kind: str) -> None:
     assert set(numbers[0]) == set(numbers[1]) == {"seen"} and numbers[0] != numbers[1]
 
 
+def test_equal_numbers_of_two_types_are_one_value() -> None:
+    """Regression: a strength that is ``0.0`` before the loop, and that its function returns as ``0``, was refused."""
+    rank = Rank(first=True)
+    strength: float = 0.0
+    numbers: list[Mapping[str, int]] = []
+    for _ in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if strength != 99:
+            rank.checked.steps("d", "")
+        strength = max(0, -1)
+        numbers.append(rank.checked.variables.numbers())
+    assert set(numbers[0]) == {"strength"} and numbers[0] == numbers[1]
+
+
 def test_a_dict_that_only_its_methods_change_is_compared() -> None:
     """Regression: nothing assigned to it, so it was no variable that a step takes over."""
     rank = Rank(first=True)
@@ -613,14 +628,35 @@ def test_a_list_that_each_step_empties_first_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize("past", [[object()], [[[[[1]]]]], [0] * 2000, {"net": object()}])
-def test_a_container_of_objects_and_a_large_one_are_not_compared(past: Any) -> None:
+def test_of_a_container_of_objects_and_of_a_large_one_the_number_of_items_is_compared(past: Any) -> None:
+    """Regression: a pool of earlier images began empty in a replacement, with no word and exit code 0."""
     rank = Rank(first=True)
+    numbers: list[Mapping[str, int]] = []
+    for number in range(3):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if past:
+            rank.checked.steps("d", "")
+        numbers.append(rank.checked.variables.numbers())
+        if number == 0:
+            past = past.copy()
+        elif isinstance(past, dict):
+            past["more"] = object()
+        else:
+            past.append(object())
+    assert set(numbers[0]) == {"past"} and numbers[0] == numbers[1] != numbers[2]
+
+
+def test_a_container_of_declared_objects_is_not_compared() -> None:
+    rank = Rank(first=True)
+    past: list[object] = [object()]
+    rank.numbers.declared = [past[0]]
     for _ in range(2):
         rank.checked.opens()
         rank.numbers.of["d"] = [0.1]
         if past:
             rank.checked.steps("d", "")
-        past = past.copy()
+        past.append(object())
         assert not rank.checked.variables.numbers()
 
 

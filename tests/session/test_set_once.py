@@ -37,6 +37,9 @@ BLOCKS: dict[str, set[str]] = {
     SUM + "mean = value": set(),
     SUM + "if step.number == 0:\n    mean = value": set(),
     SUM + "if mean is None:\n    mean = build(step)": set(),
+    SUM
+    + "seen += 1\nif seen % 8 == 0:\n    mean, seen = value, 0": set(),  # runs of the block differ in the count
+    SUM + "if kept:\n    kept.mean = y\nkept.mean = value": set(),
     SUM + "def later():\n    if mean is None:\n        mean = value": set(),
 }
 

@@ -62,6 +62,7 @@ from holdfast.frameworks.torch.state.wrapper_reset import (
     effective_scaler,
     heal,
     heal_pipelines,
+    scalers_of,
 )
 from holdfast.frameworks.torch.state.zero_redundancy import tentative
 from holdfast.frameworks.torch.steps.accelerate_accumulation import Accumulating
@@ -113,7 +114,7 @@ class TorchAdapter:
         scaler = effective_scaler(scaler)
         self._scaling = Scaling(scaler, extras)
         self.live = self.own_groups and self.world_size > 1
-        self.scaled = scaler is not None
+        self.scaled = bool(scalers_of(scaler, extras))
         optimizers = named_optimizers(optimizer)
         refuse_searching(optimizers, self.world_size)
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)
@@ -122,7 +123,9 @@ class TorchAdapter:
         self.updates = UpdateReplay(self.state, self)
         self.gradients = TorchGradients(self.state, self.updates)
         modules = [module for _, module in modules_of(model)]
-        self._leftover = Leftover(modules, self.state.updated_parameters, several=len(optimizers) > 1)
+        self._leftover = Leftover(
+            modules, self.state.updated_parameters, several=len(optimizers) > 1, scaled=self.scaled
+        )
         self._fabric = fabric()
         self._ddp = data_parallel(model)
         # True if a launcher can replace this worker alone.

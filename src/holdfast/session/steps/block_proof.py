@@ -294,7 +294,8 @@ class Prover:
         cause = adapter.cause()
         # Only the first run differs if it used a value from before the check, and each later run used a value that its
         # predecessor had made (a batch that is drawn ahead).
-        changed = [name for name, number in second.deciding.items() if first.deciding.get(name) != number]
+        names = {**second.deciding, **first.deciding}  # a list that gets objects has no number any longer
+        changed = [name for name in names if first.deciding.get(name) != second.deciding.get(name)]
         settled = third == second or bool(cause) or bool(changed)
         if third == fourth and first.found == second.found and not settled:
             log.warning(

@@ -13,8 +13,8 @@ variable of the script holds the wrapped module, the module gets the name of thi
 
 A branch that cannot run with the present flags is left out. Flags are options of ``argparse``, and bools that the
 loop does not set. Functions of libraries are not inlined, nor are functions more than ``DEPTH_MAX`` calls deep. At
-most ``BODIES_MAX`` functions are inlined. The functions that are running while the update is made do not count for
-the depth.
+most ``BODIES_MAX`` functions are inlined: those that the loop itself calls come first, then those that they call. The
+functions that are running while the update is made do not count for the depth, and are inlined in any case.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import linecache
 import os
 import textwrap
 import tokenize
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -117,7 +118,7 @@ def with_bodies(
     """
     copies = _copies(place[0], nodes)
     if copies:
-        _Bodies(place, inner, copies[0]).visit(copies[0])
+        _Bodies(place, inner, copies[0]).fill()
     return copies
 
 
@@ -129,7 +130,7 @@ def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.
         nodes: nodes of ``tree_of(file)``. No node contains another one.
     """
     module = ast.Module(cast("list[ast.stmt]", _copies(place[0], nodes)), [])
-    _Bodies(place, (), module).visit(module)
+    _Bodies(place, (), module).fill()
     return module
 
 
@@ -155,6 +156,7 @@ class _Bodies(ast.NodeTransformer):
     def __init__(self, place: tuple[str, int], inner: Sequence[tuple[str, int]], loop: ast.AST) -> None:
         self._place = place
         self._inner = inner
+        self._loop = loop
         attributes = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
         self._assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
         self._variables = {
@@ -165,9 +167,20 @@ class _Bodies(ast.NodeTransformer):
         for node in ast.walk(tree_of(place[0])):
             if isinstance(node, ast.Global | ast.Nonlocal):
                 self._variables.update(node.names)
-        self._depth = 0
-        self._active: list[CodeType] = []
         self._count = 0
+        self._around = _Around(0, ())
+        self._open: deque[_Open] = deque()
+
+    def fill(self) -> None:
+        """Give bodies to the calls of the loop, then to the calls in these bodies, and so on.
+
+        A model and its augmentations have more functions than ``BODIES_MAX``. They must not take the bodies of the
+        calls that the loop itself makes after them.
+        """
+        self.visit(self._loop)
+        while self._open:
+            call, statements, self._around = self._open.popleft()
+            call.body += self._visited(statements)
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         setting = self._setting(node.test)
@@ -204,24 +217,43 @@ class _Bodies(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         callee = _callee(node.func, self._place)
-        if callee is None or self._count == BODIES_MAX:
+        if callee is None:
             return node
         code = callee.function.__code__
-        deeper = 0 if any(has_line(code, *place) for place in self._inner) else 1
-        if self._depth + deeper > DEPTH_MAX:
-            return node
-        source = None if code in self._active or not of_script(code.co_filename) else definition(code)
+        is_of_update = any(has_line(code, *place) for place in self._inner)
+        depth, active = self._around
+        if not is_of_update:
+            depth += 1
+            if depth > DEPTH_MAX or self._count >= BODIES_MAX:
+                return node
+        source = None if code in active or not of_script(code.co_filename) else definition(code)
         if source is None:
             return node
         self._count += 1
         names = _Names(source, node, callee, f"{LOCAL}{self._count}", self._place[0])
         statements = [names.visit(statement) for statement in source.body]
-        self._active.append(code)
-        self._depth += deeper
-        body = [*names.bindings(), *self._visited(statements)]
-        self._active.pop()
-        self._depth -= deeper
-        return CallWithBody(node, body, updates=callee.updates)
+        call = CallWithBody(node, list(names.bindings()), updates=callee.updates)
+        opened = _Open(call, statements, _Around(depth, (*active, code)))
+        if is_of_update:
+            self._open.appendleft(opened)
+        else:
+            self._open.append(opened)
+        return call
+
+
+class _Around(NamedTuple):
+    """The calls around a body: their number, without those of the update, and their functions."""
+
+    depth: int
+    active: tuple[CodeType, ...]
+
+
+class _Open(NamedTuple):
+    """A call with the statements of its body, in which no call has a body."""
+
+    call: CallWithBody
+    statements: list[ast.stmt]
+    around: _Around
 
 
 class _Callee(NamedTuple):

@@ -63,7 +63,8 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     """
     flow = _followed(block, wanted)
     items = list(_items(block))
-    always, first = (_first_uses(items, varying, flow.reads) for varying in (set[str](), flow.written))
+    varying = {name for name in flow.written if not _is_own(name)}
+    always, first = (_first_uses(items, names, flow.reads) for names in (set[str](), varying))
     read = [name for name, writes in first.items() if not writes and name in flow.wanted]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
@@ -389,7 +390,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             yield _use(f'{chain(node.value)}["{key}"]', node)
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _items(node.slice, results=results)
-            yield from (_use(use.name, node) for use in uses(node.value))
+            yield from _item_uses(node)
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
@@ -409,6 +410,12 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
                 yield from _items(child, results=results)
 
 
+def _item_uses(node: ast.Subscript) -> Iterator[VariableUse]:
+    """Yield the uses of an item of a container. An assignment writes the container, and not the objects around it."""
+    container = chain(node.value)
+    yield from (_use(container, node) if use.name == container else use for use in uses(node.value))
+
+
 def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> VariableUse:
     at = getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
     # `del seen["x"]` changes the dict, and `del x` changes no value.
@@ -424,6 +431,12 @@ def leaves_turn(branch: Sequence[ast.stmt]) -> bool:
 def _changes(name: str, method: str) -> bool:
     """Return whether the variable ``name`` is now a dict, list or set that a call of ``method`` changes."""
     return method in _CHANGES and isinstance(value_now(name), dict | list | set)
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a variable is ``own`` of the session, which all steps after the first have (``if s.own:``)."""
+    owner, _, attribute = name.rpartition(".")
+    return attribute == "own" and type(value_now(owner)).__module__.startswith("holdfast.")
 
 
 def value_now(name: str) -> object:

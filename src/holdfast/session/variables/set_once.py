@@ -15,7 +15,8 @@ the runs shows the defect.
 
 The search reads the assignments of a block in the order of the source. A variable is *summed* if a collective changes
 or returns it, or if it is assigned from a summed variable. An assignment is made *once* if its condition reads a
-variable that is assigned under this condition.
+variable that is assigned under this condition, and that the block assigns nowhere else. A count that each block adds to
+(``self.seen += 1``, ``if self.seen % 8 == 0: ...; self.seen = 0``) is no such variable: runs of the block differ in it.
 """
 
 from __future__ import annotations
@@ -54,14 +55,25 @@ def set_once(places: Places) -> Mapping[str, bool]:
     found: dict[str, bool] = {}
     for node, inside in ((outermost_loop(places), False), (block_at(places), True)):
         if node is not None:
-            search = _OnceSearch()
+            search = _OnceSearch(_others(node))
             search.run([node])
             found |= dict.fromkeys(search.sums if inside else search.once - search.others, inside)
     return found
 
 
+def _others(node: ast.AST) -> set[str]:
+    """Return the variables that a loop or block also sets otherwise than under a condition about them."""
+    search = _OnceSearch(set())
+    search.run([node])
+    return search.others
+
+
 class _OnceSearch:
     """The search for variables that are set once, in one loop or block.
+
+    Args:
+        changing: variables that say nothing about what is set already, because the loop or block also sets them
+            otherwise.
 
     Attributes:
         once: variables with an assignment that is made once (see the module).
@@ -69,7 +81,8 @@ class _OnceSearch:
         sums: the variables of ``once`` that are set from a collective.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changing: set[str]) -> None:
+        self._changing = changing
         self.once: set[str] = set()
         self.others: set[str] = set()
         self.sums: set[str] = set()
@@ -82,7 +95,7 @@ class _OnceSearch:
         for number, node in enumerate(statements, 1):
             self._visit(node)
             if isinstance(node, ast.If) and leaves_turn(node.body):  # the rest runs under the other condition
-                self._once = self._once or _is_about(node.test, statements[number:])
+                self._once = self._once or self._is_about(node.test, statements[number:])
         self._once = around
 
     def _visit(self, node: ast.AST) -> None:
@@ -91,7 +104,7 @@ class _OnceSearch:
                 self._visit(node.test)
                 around = self._once
                 for branch in (node.body, node.orelse):
-                    self._once = around or _is_about(node.test, branch)
+                    self._once = around or self._is_about(node.test, branch)
                     self.run(branch)
                 self._once = around
             case CallWithBody():
@@ -113,15 +126,20 @@ class _OnceSearch:
         value, names = assigned_value(node), written(targets(node))
         if value is None:
             return
-        once = self._once or any(_is_about(test, [node]) for test in _tests_in(value))
+        once = self._once or any(self._is_about(test, [node]) for test in _tests_in(value))
         (self.once if once else self.others).update(names)
         if _is_handle(value):
             return
         if any(map(_is_collective, ast.walk(value))) or self._is_summed(names_in([value])):
             self._summed |= names
-            self.sums |= names & self.once
+            self.sums |= names if once else set()
         elif not isinstance(node, ast.AugAssign):
             self._summed -= names
+
+    def _is_about(self, test: ast.expr, statements: Iterable[ast.AST]) -> bool:
+        """Return whether a condition reads a variable that ``statements`` write, and that is not ``changing``."""
+        names = {owner for name in written(statements) for owner in (name, *owners_of(name))}
+        return not (names & names_in([test])) <= self._changing
 
     def _is_summed(self, names: Iterable[str]) -> bool:
         return any(not self._summed.isdisjoint((name, *owners_of(name))) for name in names)
@@ -154,12 +172,6 @@ def _is_false(value: ast.expr) -> bool:
 def _output(call: ast.Call) -> Sequence[ast.expr]:
     """Return the argument that a collective changes."""
     return call.args[:1] or [each.value for each in call.keywords if each.arg in _OUTPUTS]
-
-
-def _is_about(test: ast.expr, statements: Iterable[ast.AST]) -> bool:
-    """Return whether the condition ``test`` reads a variable that ``statements`` write."""
-    names = {owner for name in written(statements) for owner in (name, *owners_of(name))}
-    return not names.isdisjoint(names_in([test]))
 
 
 def _tests_in(value: ast.expr) -> list[ast.expr]:

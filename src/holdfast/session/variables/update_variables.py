@@ -286,7 +286,8 @@ class UpdateVariables:
 
         The result is 0 if there are no values.
         """
-        return identified(repr(sorted(self._history.values.items())).encode()) if self._history.values else 0
+        values = sorted(self._history.values.items())
+        return identified(repr([(name, _number(value)) for name, value in values]).encode()) if values else 0
 
     def numbers(self) -> dict[str, int]:
         """Return a number for each value in the open block, by the name of the variable.
@@ -294,7 +295,7 @@ class UpdateVariables:
         Generators are left out, because the search also finds generators whose items no update uses.
         """
         return {
-            name: identified(repr(value).encode())
+            name: identified(repr(_number(value)).encode())
             for name, value in self._history.values.items()
             if name not in self._generators
         }
@@ -394,6 +395,8 @@ class UpdateVariables:
         if source is None:
             return False
         values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
+        if isinstance(found.get(name), _CONTAINERS) and self._is_state(name, place):
+            return True
         if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:
             return True
         whole = (value for value in values if not any(value is item for item in objects))
@@ -408,6 +411,11 @@ def identified(*parts: bytes) -> int:
     return found % (STEP_MODULUS - 1) + 1
 
 
+def _number(value: PlainValue) -> PlainValue:
+    """Return an equal value that is a whole number if there is one: ``0`` for ``0.0`` and ``False``."""
+    return int(value) if isinstance(value, bool | float) and value == value // 1 else value
+
+
 def _values(names: Names) -> dict[str, object]:
     """Return the present values of the variables, each from the stack frame at its place."""
     found: dict[str, object] = {}
@@ -419,7 +427,8 @@ def _values(names: Names) -> dict[str, object]:
 def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dict[str, PlainValue]:
     """Return the bools, numbers and short strings in ``values``, and a text for each generator, array and container.
 
-    Values of other types are left out, because they may be state of the session.
+    Of a container with objects, the text is the number of items. Values of other types are left out, because they may
+    be state of the session.
 
     Args:
         source: the adapter, which reads the contents of tensors; if None, tensors are left out.
@@ -438,6 +447,8 @@ def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dic
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
         elif _is_small(value):
             found[name] = _as_text(value)
+        elif isinstance(value, _CONTAINERS):  # of objects, such as a pool of earlier images, or a long one
+            found[name] = f"{len(value)} items"
         elif isinstance(value, NotAssigned):
             found[name] = "no value"  # only an earlier block assigns it, so a replacement has no value
         elif source is not None and (content := source.content_of(value, BYTES_MAX)) is not None:

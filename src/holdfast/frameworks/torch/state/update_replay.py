@@ -44,6 +44,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     shared_state,
 )
 from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.frameworks.torch.state.wrapper_reset import scalers_of
 from holdfast.store.format.json_values import decode_mapping, encode_values
 from holdfast.store.shared_memory.update_log import Gradient, Update
 
@@ -103,7 +104,7 @@ class UpdateReplay:
         optimizers = list(self._state.optimizers.values())
         if self._refused:
             return self._refused
-        if self._state.scaler is not None:
+        if scalers_of(self._state.scaler, self._state.extras):
             return "a GradScaler decides about each update"
         if len(optimizers) != 1:
             return f"there are {len(optimizers)} optimizers"

@@ -82,8 +82,17 @@ def effective_scaler(scaler: Any) -> Any:
     return None if isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled() else scaler
 
 
+def scalers_of(scaler: Any, extras: Mapping[str, Any]) -> list[Any]:
+    """Return the session's scaler, if there is one, and each ``GradScaler`` that is enabled in ``state=``.
+
+    A GAN has a second one for its discriminator.
+    """
+    others = [each for each in extras.values() if isinstance(each, torch.amp.GradScaler)]
+    return [each for each in (scaler, *others) if effective_scaler(each) is not None]
+
+
 class Scaling:
-    """The session's ``GradScaler``, and the refusal of other scalers.
+    """The session's scalers, and the refusal of other scalers.
 
     The scale of another scaler would be in no checkpoint. A replacement would begin with another scale than its peers,
     and an aborted step would leave the scaler in the state "already unscaled".
@@ -99,9 +108,9 @@ class Scaling:
         self._settled = False  # True after an update that found no other scaler
 
     def heal(self) -> None:
-        """Reset the session's scaler after an aborted step, see :func:`heal_scaler`."""
-        if self._scaler is not None:
-            heal_scaler(self._scaler)
+        """Reset the session's scalers after an aborted step, see :func:`heal_scaler`."""
+        for scaler in scalers_of(self._scaler, self._extras):
+            heal_scaler(scaler)
 
     def settle(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse other scalers at the first update of this process; later calls check nothing. Raises: UsageError."""
@@ -123,8 +132,8 @@ class Scaling:
                 raise UsageError(
                     f"a {type(scaler).__name__} scales the gradients of the session's optimizer and is not part of the "
                     "session, so a process that joins or resumes begins with another scale",
-                    hint="holdfast.session(..., scaler=scaler); in Fabric scaler=fabric.strategy.precision.scaler, in "
-                    "accelerate scaler=accelerator.scaler",
+                    hint="holdfast.session(..., scaler=scaler), and a second one in state={'scaler_d': scaler_d}; in "
+                    "Fabric scaler=fabric.strategy.precision.scaler, in accelerate scaler=accelerator.scaler",
                 )
 
 

@@ -38,14 +38,21 @@ class Leftover:
         modules: the modules that the session was given.
         trained: returns the parameters that the session's optimizers update.
         several: the session has several optimizers.
+        scaled: the session has a ``GradScaler``, which may leave out the updates of a step.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], trained: Callable[[], Iterable[torch.Tensor]], *, several: bool
+        self,
+        modules: Sequence[nn.Module],
+        trained: Callable[[], Iterable[torch.Tensor]],
+        *,
+        several: bool,
+        scaled: bool,
     ) -> None:
         self._parameters = [list(module.parameters()) for module in modules]
         self._trained = trained
         self._several = several
+        self._scaled = scaled
         self._left: list[list[_Gradient]] = [[] for _ in modules]
         self._suspects: list[_Gradient] = []  # seen by a backward pass, and perhaps cleared after it
         self._last = -1, True  # the newest committed step, and whether it made an update
@@ -79,7 +86,7 @@ class Leftover:
         mine = [held for held in kept if id(held[0]) in trained]
         if not _any([p.grad for p, _ in mine if p.grad is not None]):
             return
-        if self._several and self._last[1]:
+        if self._several and (self._last[1] or self._scaled):
             self._suspects += mine
         else:
             self._refuse()
