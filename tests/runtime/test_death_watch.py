@@ -146,7 +146,7 @@ def test_a_script_that_puts_another_program_in_its_place_goes_on(tmp_path: Path)
 
 
 def test_a_worker_from_scratch_waits_until_the_dead_one_is_gone(tmp_path: Path) -> None:
-    with Run(tmp_path, nproc=2) as run:
+    with Run(tmp_path, nproc=2, args=("100000",)) as run:
         run.start()
         pids = run.pids()
         os.kill(pids[0], signal.SIGKILL)
