@@ -42,7 +42,7 @@ $(STAMP):
 drill: venv  ## a real training job, undisturbed and with injected faults, compared bit for bit (under 5 minutes)
 	$(VENV)/bin/holdfast drill
 
-test: venv  ## the test suite (half an hour on 2 cores, without the repetitions: make more)
+test: venv  ## the test suite (a quarter to half an hour on 2 cores, without the repetitions: make more)
 	$(VENV)/bin/python -m pytest -n $(PYTESTS) $(SHOWN) --dist loadfile --no-loadscope-reorder
 
 more: venv  ## the repetitions: more places, layouts and moments of faults (half an hour)
