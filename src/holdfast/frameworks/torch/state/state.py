@@ -442,15 +442,17 @@ class TorchState:
     def _plain(self, path: str, item: Any, known: Mapping[str, Any], out: TorchCollected) -> Plain:
         return split(known[path] if path in known else item.state_dict(), path, out.add)
 
-    def trained_extras(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of modules in the user's state that an optimizer there updates, by name of the state.
+    def trained_extras(self) -> set[str]:
+        """Return the names of the parameters of modules in the user's state that an optimizer there updates.
 
         A rank may hold another value of the user's state, but not of such a parameter.
         """
         updated = {
             id(p) for item in self.extras.values() if isinstance(item, Optimizer) for p in parameters_of(item)
         }
-        return {fqn: p for fqn, p in self._parameters_of_extras() if id(p) in updated}
+        if not updated:  # as with an average of the model: a transfer asks for each of its tensors
+            return set()
+        return {fqn for fqn, p in self._parameters_of_extras() if id(p) in updated}
 
     def _parameters_of_extras(self) -> Iterator[tuple[str, torch.Tensor]]:
         known = set(map(id, self.names.parameters.values()))
