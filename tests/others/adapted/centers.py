@@ -21,7 +21,7 @@ torch.manual_seed(7)
 
 
 class Gather(torch.autograd.Function):
-    """The features of all ranks; a rank gets the sum of the gradients of its own ones."""
+    """Gather the features of all ranks. The backward pass sums the gradients of the features of this rank."""
 
     @staticmethod
     def forward(context: Any, features: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class AgentLines(Generic[Line]):
         """Forget a connection that was closed.
 
         Returns:
-            The node that has no connection any more; None if ``line`` was not the newest connection of a node.
+            The node that has lost its connection; None if ``line`` was not the newest connection of a node.
         """
         self._opened.pop(line, None)
         node_id = self._nodes.pop(line, None)

@@ -168,8 +168,11 @@ def _fault(
     now: float, member: Member, found: Suspects, ranks: tuple[int, ...], step: int, occurrence: int
 ) -> Fault:
     # Where a weight differs, its state in the optimizer differs as a consequence.
-    weights_first = sorted(found.places, key=lambda each: each.startswith("optimizer."))
-    place = weights_first[0] if weights_first else "no rank has reported which copies differ"
+    place = min(
+        found.places,
+        key=lambda each: each.startswith("optimizer."),
+        default="no rank has reported which copies differ",
+    )
     who = "" if found.certain else f"or another of ranks {_text(set(ranks))} "
     what = f"{who}holds a wrong copy of the state: {place}"
     if place.startswith("optimizer."):

@@ -126,9 +126,8 @@ class Prover:
         adapter = self._due(step)
         if adapter is not None:
             self._found = adapter.found()
-            if (
-                self._first and step.number
-            ):  # a flag that a new process begins with may let the block set weights
+            # A flag that a new process begins with may let the block set weights.
+            if self._first and step.number:
                 self._found = {**self._found, **adapter.trained()}
             self._variables[len(self._proofs)] = _variables(frame_of_script())
 

@@ -132,7 +132,8 @@ class _OnceSearch:
             return
         if any(map(_is_collective, ast.walk(value))) or self._is_summed(names_in([value])):
             self._summed |= names
-            self.sums |= names if once else set()
+            if once:
+                self.sums |= names
         elif not isinstance(node, ast.AugAssign):
             self._summed -= names
 
