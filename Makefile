@@ -1,4 +1,5 @@
-# Everything a contributor runs. Each target makes the virtual environment first when pyproject.toml changed.
+# Everything a contributor runs. Each target makes the virtual environment first when pyproject.toml or constraints.txt
+# changed.
 #
 # Torch is installed first, alone, in a plain environment, and at the version the tests are written for. Where the
 # package index would send the CUDA build, ask for the small one:
@@ -10,7 +11,7 @@ TORCH_ARGS ?=
 VENV ?= .venv
 # Modules are compiled when they are first imported: most of them never are.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile
-STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
+STAMP = $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
 # Most tests start processes of their own and wait for them: three at a time keep four cores busy. (nproc takes
@@ -25,19 +26,28 @@ unexport PYTHONDONTWRITEBYTECODE
 # Without those that are refused by name, and the one that ends its training early.
 CHAOS_SCRIPTS = $(addprefix --script ,$(filter-out %/prefetch.py %/tensor_parallel.py %/early_stop.py,$(wildcard $(CURDIR)/tests/others/adapted/*.py)))
 
-.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos samples partitions nemesis lost-nodes slurm ray bench bench-plots clean storm sim-night
+.PHONY: help venv constraints drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos samples partitions nemesis lost-nodes slurm ray bench bench-plots clean storm sim-night
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
 
-venv: $(STAMP)  ## make .venv (nothing to do when pyproject.toml did not change)
+venv: $(STAMP)  ## make .venv (nothing to do when pyproject.toml and constraints.txt did not change)
 
 $(STAMP):
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH_ARGS) '$(TORCH)'
-	$(PIP) -e '.[dev]'
+	$(PIP) -c constraints.txt -e '.[dev]'
 	rm -f $(VENV)/.installed-*
 	touch $@
+
+constraints:  ## pin today's newest versions in constraints.txt; then run the tests
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet $(TORCH_ARGS) '$(TORCH)'
+	.venv-newest/bin/python -m pip install --quiet -e '.[dev]'
+	.venv-newest/bin/python scripts/constraints.py >.venv-newest/constraints.txt
+	mv .venv-newest/constraints.txt constraints.txt
+	rm -rf .venv-newest
 
 drill: venv  ## a real training job, undisturbed and with injected faults, compared bit for bit (under 5 minutes)
 	$(VENV)/bin/holdfast drill

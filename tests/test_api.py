@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -172,3 +173,19 @@ def test_the_version_is_that_of_the_package_and_in_one_place() -> None:
     assert holdfast.__version__ == version.VERSION
     assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{version.__name__}.VERSION"}
+
+
+def test_each_package_that_the_tests_install_is_pinned() -> None:
+    """A release of a checker between two runs must not fail a commit that did not change."""
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    lines = [line for line in (root / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {_package(line) for line in lines if "==" in line}
+    assert len(pinned) == len(lines)
+    assert {_package(line) for line in wanted} <= pinned
+
+
+def _package(requirement: str) -> str:
+    """Return the name of a requirement in its normal form: lower case, with hyphens."""
+    return re.split(r"[\[<>=~! ;]", requirement)[0].lower().replace("_", "-")
