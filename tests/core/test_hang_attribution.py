@@ -70,6 +70,7 @@ def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEviden
             "rank 9 leaves out all_reduce",
         ),
         (four(3, "vote:20:4"), "kill", (3,), "likely", "has reached vote of step 20"),
+        (four(3, "meet:20:0"), "kill", (3,), "certain", "it is in meet of step 20"),
         (four(3, "update:19:4"), "kill", (3,), "certain", "update of step 19"),
         (four(2, process="R", cpu=0.97), "kill", (2,), "likely", "97% of a core"),
         (four(2, process="R", cpu=0.33), "kill", (2,), "likely", "33% of a core"),

@@ -17,7 +17,7 @@ from holdfast.core.job.fault import SEEN
 from holdfast.drill import train
 from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.exercise import Drill, DrillVerdict, Exercise, require_torch
-from holdfast.drill.fault_spec import DEATHS, PHASES, InjectedFault
+from holdfast.drill.fault_spec import DEATHS, PHASES, UNVOTED, InjectedFault
 from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
 from holdfast.runtime.node.run_settings import RunSettings
@@ -77,6 +77,12 @@ def test_ddp_loses_nothing(tmp_path: Path, each: int) -> None:
         for name in ("undisturbed", "disturbed")
     }
     assert len(digests) == 1
+
+
+def test_a_rank_that_is_lost_in_the_vote_leaves_the_others_in_doubt(tmp_path: Path) -> None:
+    """Regression: a phase before the block had the name of the vote, so no kill of the drill came in the vote."""
+    verdict = prove(tmp_path, "ddp", [InjectedFault("kill", (1,), SPACING, UNVOTED)])
+    assert verdict.decisions_back == 1 and verdict.faults[0].phase == "vote"
 
 
 @pytest.mark.more

@@ -46,8 +46,13 @@ def test_a_rank_that_waits_for_another_one_s_session_leaves(tmp_path: Path) -> N
         directory = RunDir(tmp_path / "runs/it")
         workers = [worker.pid for worker in ObservedRun(directory.path).workers().values()]
         assert len(workers) == RANKS
-        os.kill(launcher.pid, signal.SIGKILL)
-        os.kill(directory.serving("agent"), signal.SIGKILL)
+        lost = (launcher.pid, directory.serving("agent"))
+        for number in (
+            signal.SIGSTOP,
+            signal.SIGKILL,
+        ):  # an agent that sees the death of its launcher ends the ranks
+            for pid in lost:
+                os.kill(pid, number)
         until("both have left", lambda: not any(map(exists, workers)))
     finally:
         launcher.kill()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from holdfast.drill.exercise import LAYOUTS as ALL_LAYOUTS
 from holdfast.drill.exercise import Drill, DrillVerdict, require_torch, small
-from holdfast.drill.fault_spec import DEATHS, DOUBT, MOMENT, PHASES, InjectedFault, Kind
+from holdfast.drill.fault_spec import DEATHS, DOUBT, MOMENT, PHASES, UNVOTED, InjectedFault, Kind
 from holdfast.text import plural
 
 NPROC = 4
@@ -136,7 +136,7 @@ def random_faults(kills: int, seed: int) -> list[InjectedFault]:
     after the end: ranks that have not received the result go forward.
     """
     draw = random.Random(seed)
-    phases = [MOMENT] * kills + [DOUBT, "vote"] * max(1, kills // 5)
+    phases = [MOMENT] * kills + [DOUBT, UNVOTED] * max(1, kills // 5)
     draw.shuffle(phases)
     return [
         InjectedFault("kill", (draw.randrange(NPROC),), SPACING * (i + 1), phase)

@@ -42,6 +42,8 @@ MOMENT = "moment"
 """The phase of a fault that comes after a random delay, in whatever phase the step is then."""
 DOUBT = "doubt"
 """The moment at which some ranks know that the vote passed and another rank does not know yet (soak only)."""
+UNVOTED = "unvoted"
+"""The moment at which the victim is about to vote, and another rank waits in the same vote (soak only)."""
 EXAMPLE = "kill:rank=2@step=20"
 
 
@@ -64,8 +66,9 @@ class FaultSpec:
 class InjectedFault:
     """One fault to inject, at the phase ``phase`` of the first step from ``step`` on.
 
-    Two values of ``phase`` are not phases of a step: :data:`MOMENT` (a random moment) and :data:`DOUBT` (a moment at
-    which only some ranks know that the vote passed).
+    Three values of ``phase`` are not phases of a step: :data:`MOMENT` (a random moment), :data:`DOUBT` (a moment at
+    which only some ranks know that the vote passed) and :data:`UNVOTED` (the victim has not voted, and another rank
+    waits in the vote).
     """
 
     kind: Kind

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.protocol.status_page import Phase, TrapAction, Word, pack_trap
-from holdfast.drill.fault_spec import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, InjectedFault, Kind
+from holdfast.drill.fault_spec import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, UNVOTED, InjectedFault, Kind
 from holdfast.drill.observer import GONE, ObservedRun, PageSeen
 from holdfast.runtime.node.process_info import alive
 from holdfast.runtime.node.rundir import open_log
@@ -34,6 +34,7 @@ HELD_S_MAX = 0.01
 FIRST_STEP_S = 0.05
 VOTE_S = 0.002
 SETTLE_S = 0.01
+FENCED_S_MAX = 1.0
 DELAY_S = 0.06
 SPIN_S = 0.0001
 FREED_S_MAX = 2.0
@@ -146,7 +147,7 @@ class FaultInjector:
                     survivors = [stack.enter_context(closing(Page.open(seen.path))) for seen in others]
                 except OSError:
                     continue
-                at = self._strike(page, fault, victims)
+                at = self._strike(page, fault, victims, survivors)
                 if at is not None:
                     limit_s = HANG_S_MAX if fault.kind in HANGS else FREED_S_MAX
                     pids = [seen.pid for seen in others]
@@ -154,8 +155,16 @@ class FaultInjector:
                     return self._report(number, fault, victims, page, *at, freed_ns)
         return None
 
-    def _strike(self, page: Page, fault: InjectedFault, victims: list[PageSeen]) -> tuple[int, int] | None:
+    def _strike(
+        self, page: Page, fault: InjectedFault, victims: list[PageSeen], survivors: list[Page]
+    ) -> tuple[int, int] | None:
         """Inject one fault.
+
+        Args:
+            page: status page of the first victim.
+            fault: the fault.
+            victims: the ranks to hit.
+            survivors: status pages of the other ranks.
 
         Returns:
             ``(moment_ns, committed_step)``, or None if the victim was replaced before the fault.
@@ -168,9 +177,14 @@ class FaultInjector:
             return None if page.state()[1] in GONE else self._hit(fault.kind, victims)
         if fault.phase == DOUBT:
             return self._strike_in_doubt(page, fault, victims)
-        page[Word.TRAP] = pack_trap(ACTIONS[fault.kind], Phase[fault.phase.upper()], fault.step)
+        phase = Phase.VOTE if fault.phase == UNVOTED else Phase[fault.phase.upper()]
+        page[Word.TRAP] = pack_trap(ACTIONS[fault.kind], phase, fault.step)
         if not self._wait_sprung(page, victims[0].pid):
             return None
+        if fault.phase == UNVOTED:
+            while all(each.state() != page.state() for each in survivors):
+                if not self._go_on(victims[0].pid):
+                    return None
         if fault.kind in FROM_OUTSIDE:
             time.sleep(self._draw.uniform(0.0, HELD_S_MAX))
             return self._hit(fault.kind, victims)
@@ -201,11 +215,21 @@ class FaultInjector:
                     time.sleep(SETTLE_S)
                     if watched.state() == (step, Phase.VOTE) and page.state() > (step, Phase.VOTE):
                         struck = self._hit("kill", victims)
-                        time.sleep(DELAY_S)  # a fence takes less time, and finds this rank in its vote
+                        self._wait_fenced(struck)
                         return struck
                 finally:
                     os.kill(slow.pid, signal.SIGCONT)
         return None
+
+    def _wait_fenced(self, struck: tuple[int, int] | None) -> None:
+        """Wait until the run has fenced the ranks after a fault, so that a stopped rank is found in its vote."""
+        deadline_s = time.monotonic() + FENCED_S_MAX
+        while struck is not None and time.monotonic() < deadline_s:
+            self.run.poll()
+            if self.run.ended or any(event.t_mono > struck[0] / 1e9 for event in self.run.all_of("fenced")):
+                break
+            time.sleep(POLL_S)
+        time.sleep(DELAY_S)  # the order to leave the vote reaches the other ranks
 
     def _wait_step(self, page: Page, step: int, pid: int) -> bool:
         while page.state()[0] < step or page.state()[1] is Phase.STARTING:

@@ -80,7 +80,7 @@ def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
     return f"the same exception {len(steps)} times so far, at the steps {shown}" if len(steps) > 1 else ""
 
 
-INSIDE = frozenset({"forward", "backward", "vote", "update", "commit"})
+INSIDE = frozenset({"meet", "forward", "backward", "vote", "update", "commit"})
 OUTSIDE = frozenset({"ready", "finished"})  # a rank in these phases waits if another rank is inside a step
 STILL_STEPS, STILL_S = 10, 10.0
 

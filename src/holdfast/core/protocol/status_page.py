@@ -66,7 +66,8 @@ class Word(IntEnum):
 class Phase(IntEnum):
     """Phase of a worker, as its status page shows it. A state of the step protocol has one or several phases.
 
-    FORWARD and BACKWARD belong to state ``compute``, UPDATE and COMMIT to ``updating``, READY and SAVE to ``ready``.
+    MEET, FORWARD and BACKWARD belong to state ``compute``, UPDATE and COMMIT to ``updating``, READY and SAVE to
+    ``ready``.
     """
 
     STARTING = 0
@@ -86,6 +87,7 @@ class Phase(IntEnum):
     SECTION = 21  # in a section that the script announced
     SPARE = 22  # the process is a spare that waits to be called
     AFTER = 23  # its session and the training of all ranks are over; the script still runs
+    MEET = 24  # meets the other ranks before a block
 
 
 class PageFlag(IntFlag):

@@ -38,7 +38,7 @@ Answer = Literal["kill", "retry", "wait"]
 BUSY = 0.5  # a process computes if it used at least this share of a core during the inspection
 CROWDED = 0.2  # the same limit for a process in state R (running): its host may be overloaded
 PLACE: dict[str, float] = {
-    "resuming": 0.5, "save": 0, "ready": 0, "section": 0, "loading": 0,
+    "resuming": 0.5, "save": 0, "ready": 0, "section": 0, "loading": 0, "meet": 0.75,
     "forward": 1, "backward": 2, "vote": 3, "update": 4, "commit": 5,
 }  # fmt: skip
 """Order of the phases within a step. Phases that may come between two steps in any order have the same number."""

@@ -40,7 +40,7 @@ from holdfast.core.protocol.status_page import Phase
 
 WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, Phase.LEFT, Phase.SPARE})
 """Phases in which a worker waits for the control plane or is done, so that it delays no other rank."""
-IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
+IN_STEP = frozenset({Phase.MEET, Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
 SAMPLES_MAX = 64
 SAMPLES_MIN = 3  # committed steps of a process before its limit is learned
 # Time limit in floors for all ranks to rebuild their connections: thousands of ranks may have to meet.

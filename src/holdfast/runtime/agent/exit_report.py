@@ -30,6 +30,7 @@ READ_WAIT_S, READ_AGAIN_S = 5.0, 0.05
 STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.STARTING: "starting",
     Phase.READY: "ready",
+    Phase.MEET: "compute",
     Phase.FORWARD: "compute",
     Phase.BACKWARD: "compute",
     Phase.VOTE: "voting",

@@ -394,7 +394,7 @@ class StepRunner:
         Returns:
             False after a fault: the block begins again.
         """
-        self._rank.enter(Phase.VOTE)
+        self._rank.enter(Phase.MEET)
         try:
             if self._able.sums is not None and step.number > 0:
                 self._able.sums.agree()
