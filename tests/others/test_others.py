@@ -484,6 +484,26 @@ def test_an_average_that_warms_up_with_a_count_of_its_own_ends_a_resumed_job_by_
 
 
 @pytest.mark.parametrize(
+    ("place", "name", "step"),
+    [
+        ("late", 'kept["mean"]', 6),
+        pytest.param("dict", 'kept["mean"]', 0, marks=pytest.mark.more),
+        pytest.param("object", "mean.mean", 0, marks=pytest.mark.more),
+        pytest.param("tensor", "moved", 0, marks=pytest.mark.more),
+        pytest.param("entry", 's.state["entry"]', 0, marks=pytest.mark.more),
+    ],
+)
+def test_a_value_of_one_rank_in_the_state_of_all_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str, step: int
+) -> None:
+    """Regression: a replacement continued with the value of its peer, with one warning and exit code 0."""
+    output, ended = run(tmp_path, "naive", "sloped", monkeypatch, code=Exit.BAD_INPUT, PLACE=place)
+    said = "the updates depend on values in session(state={...}) that are not the same on all ranks"
+    assert re.search(f"StepError: step {step}: {re.escape(said)} .*{re.escape(name)} = ", output), output
+    assert "keep a value of one rank in s.own" in output and not ended, output
+
+
+@pytest.mark.parametrize(
     ("place", "name", "first"),
     [
         ("temperature", "raw.temperature", "1.0"),

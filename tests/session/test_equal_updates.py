@@ -38,6 +38,10 @@ class Numbers:
     def keeps(self, owner: object, attribute: str) -> bool:
         return False
 
+    def in_user_state(self, value: object) -> bool:
+        """Return whether an object is in ``declared``."""
+        return any(value is each for each in self.declared)
+
     def digest_of(self, value: object) -> int | None:
         """Return no digest."""
         return None
@@ -76,7 +80,7 @@ class Rank:
         for name, rate in updates.items():
             self.numbers.of[name] = [rate]
             self.checked.steps(name, "")
-        return self.checked.ballot(Ballot(step=step))
+        return self.checked.ballot(Ballot(step=step), alike=True)
 
     def behind(self, name: str) -> None:
         """Step an optimizer after the vote."""
@@ -185,7 +189,7 @@ def loop(rank: Rank, step: int, seen: int, until: int) -> Ballot:
         if seen < 99:
             rank.numbers.of["d"] = [0.1]
             rank.checked.steps("d", "")
-        ballot = rank.checked.ballot(Ballot(step=step))
+        ballot = rank.checked.ballot(Ballot(step=step), alike=True)
         seen += 1
         step += 1
     return ballot
@@ -208,7 +212,7 @@ def _block(rank: Rank, step: int, seen: int) -> Ballot:
     if seen < 99:
         rank.numbers.of["d"] = [0.1]
         rank.checked.steps("d", "")
-    return rank.checked.ballot(Ballot(step=step))
+    return rank.checked.ballot(Ballot(step=step), alike=True)
 
 
 def told(ranks: list[Rank], *ballots: Ballot) -> Tally:
@@ -218,6 +222,42 @@ def told(ranks: list[Rank], *ballots: Ballot) -> Tally:
     for rank in ranks:
         rank.checked.read(tally, ballots[0].step)
     return tally
+
+
+def means(rank: Rank, step: int, kept: dict[str, float], *, alike: bool = True) -> Ballot:
+    """Run a block whose update depends on a mean in a dict of the state, up to its vote."""
+    while step < 99:
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        kept["mean"] *= 0.5
+        if kept["mean"] < 99:
+            rank.checked.steps("d", "")
+        return rank.checked.ballot(Ballot(step=step), alike=alike)
+    return Ballot(step=step)
+
+
+def test_a_value_in_the_state_on_which_updates_depend_must_be_equal_in_each_vote() -> None:
+    ranks, kept = [Rank(), Rank()], [{"mean": 8.0}, {"mean": 8.0}]
+    for rank, values in zip(ranks, kept, strict=True):
+        rank.numbers.declared = [values]
+    for step in range(2):
+        ballots = [means(rank, step, values) for rank, values in zip(ranks, kept, strict=True)]
+        assert ballots[0].user_state > 0 and told(ranks, *ballots) == Tally(passed=True)
+    kept[1]["mean"] += 1.0
+    ballots = [means(rank, 2, values) for rank, values in zip(ranks, kept, strict=True)]
+    with pytest.raises(
+        StepError, match=r'step 2: .*not the same on all ranks \(here kept\["mean"\] = 1.0 \('
+    ):
+        told(ranks, *ballots)
+
+
+def test_ranks_that_hold_different_tensors_may_have_different_values_in_the_state() -> None:
+    """The stages of a pipeline: a replacement gets the values of a rank that holds the same tensors."""
+    ranks, kept = [Rank(), Rank()], [{"mean": 8.0}, {"mean": 9.0}]
+    for rank, values in zip(ranks, kept, strict=True):
+        rank.numbers.declared = [values]
+    ballots = [means(rank, 1, values, alike=False) for rank, values in zip(ranks, kept, strict=True)]
+    assert told(ranks, *ballots) == Tally(passed=True)
 
 
 def test_a_replacement_with_other_variables_is_refused_at_its_first_vote() -> None:
@@ -253,7 +293,7 @@ def test_an_attribute_of_state_is_not_compared(caplog: pytest.LogCaptureFixture)
             rank.numbers.of["d"] = [0.1]
             rank.checked.steps("d", "")
         trainer.count += 1
-    assert rank.checked.ballot(Ballot(step=1)).variables == 0 and not caplog.messages
+    assert rank.checked.ballot(Ballot(step=1), alike=True).variables == 0 and not caplog.messages
 
 
 def resumed(step: int, seen: int, *, ended: bool = False, mixed: bool = False) -> Rank:
@@ -306,7 +346,7 @@ def passes(rank: Rank, step: int, seen: int, until: int, *, reset: bool = False)
                 seen = 0
             rank.numbers.of["d"] = [0.1]
             rank.checked.steps("d", "")
-        rank.checked.ballot(Ballot(step=step))
+        rank.checked.ballot(Ballot(step=step), alike=True)
         kept = {**rank.checked.variables.of_rank(ended=False)}
         rank.checked.committed(ended=False)
         seen += 1
@@ -362,7 +402,7 @@ def taught(rank: Rank, step: int, teacher: object, until: int) -> dict[str, Any]
         if teacher != 99:
             rank.numbers.of["d"] = [0.1]
             rank.checked.steps("d", "")
-        rank.checked.ballot(Ballot(step=step))
+        rank.checked.ballot(Ballot(step=step), alike=True)
         kept = rank.checked.variables.of_rank(ended=False)
         rank.checked.committed(ended=False)
         step += 1
@@ -389,7 +429,7 @@ def normalized(rank: Rank, step: int, data: float, until: int) -> dict[str, Any]
         if mean.sum() < 99:
             rank.numbers.of["d"] = [0.1]
             rank.checked.steps("d", "")
-        rank.checked.ballot(Ballot(step=step))
+        rank.checked.ballot(Ballot(step=step), alike=True)
         rank.checked.variables.voted(mixed=True)
         kept = rank.checked.variables.of_rank(ended=False)
         rank.checked.committed(ended=False)
@@ -489,7 +529,7 @@ def test_an_array_that_some_steps_fill_is_refused_where_it_is_empty_again() -> N
 
     rank = Rank()
     train(rank, 4, 0.5)
-    assert rank.checked.ballot(Ballot(step=4)).variables == 0
+    assert rank.checked.ballot(Ballot(step=4), alike=True).variables == 0
     kept = rank.checked.variables.of_rank(ended=False)
     goes_on, begins_again = Rank(), Rank()
     goes_on.checked.variables.stand_at({}, kept)
@@ -612,6 +652,37 @@ def test_a_set_that_only_its_methods_change_is_compared() -> None:
         past.add(number)
         numbers.append(rank.checked.variables.numbers())
     assert set(numbers[0]) == set(numbers[1]) == {"past"} and numbers[0] != numbers[1]
+
+
+class Moved:
+    """Like a tensor, with methods that change it in place."""
+
+    dtype = "float32"
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def lerp_(self, other: float) -> None:
+        """Move the value towards ``other``."""
+        self.value += 0.1 * (other - self.value)
+
+    def copy_(self, other: float) -> None:
+        """Set the value."""
+        self.value = other
+
+
+def test_a_tensor_that_only_its_methods_change_is_found() -> None:
+    """A tensor that each step sets before it reads it takes nothing over from the step before."""
+    rank = Rank(first=True)
+    moved, place = Moved(), Moved()
+    for number in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        place.copy_(number)
+        moved.lerp_(number)
+        if moved.value + place.value < 99:
+            rank.checked.steps("d", "")
+    assert rank.checked.variables.names() == "moved.value"
 
 
 def test_a_list_that_each_step_empties_first_is_not_compared() -> None:

@@ -59,6 +59,15 @@ def test_other_layouts_are_another_plan() -> None:
     assert one != other
 
 
+def test_a_rank_that_lacks_a_tensor_of_another_rank_is_not_complete() -> None:
+    metas = [TensorMeta(name, "F32", (4,), Box.whole((4,))) for name in ("a", "b")]
+    for held, complete in (((2, 2), [True, True]), ((1, 2), [False, True])):
+        ranks = {rank: RankLayout(rank, tuple(metas[: held[rank]]), 2) for rank in range(2)}
+        catalogue = Catalogue.from_layouts(ranks)
+        copies = [ReplicaCopies(catalogue, rank, lambda fqn: True, 3) for rank in range(2)]
+        assert [each.complete for each in copies] == complete
+
+
 @pytest.mark.parametrize(("count", "parts"), [(0, 0), (1, 1), (32, 32), (33, 17), (5000, 32)])
 def test_runs_are_bounded_and_named(count: int, parts: int) -> None:
     extents = [Extent(f"t{i}", Box.whole((2,)), 0, 8) for i in range(count)]

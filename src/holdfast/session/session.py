@@ -565,6 +565,11 @@ class Session(ScriptLoops):
             hold=self._pause.asked,
         )
 
+    @property
+    def alike(self) -> bool:
+        """True if this rank is known to hold a part of every tensor of the job."""
+        return self._verifier.complete
+
     def differ(self, step: int) -> None:
         """Send the digests of this rank's state after the vote of ``step`` has shown that copies of it differ."""
         self._verifier.tell(step)

@@ -12,7 +12,8 @@ word counts only if the digests of all ranks cover the same data (``Ballot.plan`
 The updates of a step are compared like the steps, as a number and its square, among the ranks that give a number. Ranks
 may differ by design. So a difference is an error only if the job has a replacement and no rank has seen a difference
 before (``session/steps/equal_updates.py``). An optimizer that steps after the vote is compared in the next vote.
-Variables of the script are compared in the same way when a replacement votes for the first time.
+Variables of the script are compared in the same way when a replacement votes for the first time, and those in the
+user's state in every vote.
 
 Invariants:
 1. ``passed`` implies that every rank of the group contributed once, reported sound collectives, and was at the same
@@ -37,7 +38,8 @@ FIELDS = (
     *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved", "hold"),
     *("replaces", "uneven", "step", "step_squared"),
     *("updating", "updates", "updates_squared", "updated_earlier", "earlier", "earlier_squared"),
-    *("joins", "again", "mixed", "known", "variables", "variables_squared", "plan", "plan_squared", "digest"),
+    *("joins", "again", "mixed", "known", "variables", "variables_squared"),
+    *("has_user_state", "user_state", "user_state_squared", "plan", "plan_squared", "digest"),
 )
 VECTOR_LENGTH = len(FIELDS)
 
@@ -67,6 +69,8 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     mixed: bool = False  # it has seen a passed vote in which ``variables`` were not equal
     # Identifies the values of the script's variables on which the updates depend, below STEP_MODULUS; 0: not compared.
     variables: int = 0
+    # Identifies the values in ``state=`` on which the updates depend, below STEP_MODULUS; 0: not compared.
+    user_state: int = 0
     plan: int = 0  # identifies the data that ``digest`` covers, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # sum of the digests of its copies times its factors, any integer
     between: bool = False  # this vote is between the last step and ``step``, not the vote of a step
@@ -85,6 +89,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
             *(int(self.earlier > 0), self.earlier, self.earlier * self.earlier),
             *(int(self.joins), int(self.again), int(self.mixed)),
             *(int(self.variables > 0), self.variables, self.variables * self.variables),
+            *(int(self.user_state > 0), self.user_state, self.user_state * self.user_state),
             *(self.plan, self.plan * self.plan, digest),
         ]
 
@@ -128,12 +133,16 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     # They are so because a replacement joins, or all ranks are replacements and begin with them again; then ``passed``
     # is False.
     began_again: bool = False
+    user_state_differs: bool = (
+        False  # values in ``state=`` on which the updates depend; then ``passed`` is False
+    )
     reason: str = ""
 
     @property
     def explained(self) -> bool:
         """True if this vote did not pass, and a separate error or report names the cause."""
-        return not self.passed and (self.differ or self.nonfinite or self.diverged or self.began_again)
+        causes = (self.differ, self.nonfinite, self.diverged, self.began_again, self.user_state_differs)
+        return not self.passed and any(causes)
 
     @staticmethod
     def read(vector: list[int], world_size: int) -> Tally:
@@ -170,6 +179,9 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         if said["joins"] == world_size and said["again"] > 0:
             reason = "all ranks are replacements, and begin with the variables of a start"
             return Tally(passed=False, began_again=True, reason=reason)
+        if not all_equal(said["has_user_state"], said["user_state"], said["user_state_squared"]):
+            reason = "values in state= on which the updates depend differ between ranks"
+            return Tally(passed=False, user_state_differs=True, reason=reason)
         diverged_earlier = differed and replaced
         if compared and said["digest"] % DIGEST_MODULUS != 0 and not diverged_earlier:
             return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")

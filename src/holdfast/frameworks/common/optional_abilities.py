@@ -255,6 +255,12 @@ class DescribesUpdates(Protocol):
     def objects(self) -> list[object]:
         """Return the objects in ``state=`` of which the session saves the ``state_dict()``."""
 
+    def in_user_state(self, value: object) -> bool:
+        """Return whether ``value`` is ``state=``, an entry of it, or lies in a container there.
+
+        False for a part of a tensor of which the ranks hold different parts.
+        """
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of a tensor on the CPU.
 

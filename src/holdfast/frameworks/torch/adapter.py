@@ -335,6 +335,10 @@ class TorchAdapter:
         """Return the objects in ``state=`` of which the session saves the ``state_dict()``."""
         return self.state.plain_objects()
 
+    def in_user_state(self, value: object) -> bool:
+        """Return whether ``value`` is ``state=``, an entry of it, or lies in a container there."""
+        return self.state.in_user_state(value)
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of ``value``, a small tensor on the CPU; None if ``value`` is not such a tensor."""
         return content_of(value, size_bytes_max)

@@ -14,7 +14,8 @@ the state any more.
 
 The text of the error describes the difference (``update_differences.py``).
 
-The variables that a search in the script's source finds are compared in the same votes (``update_variables.py``).
+The variables that a search in the script's source finds are compared in the same votes (``update_variables.py``),
+and so are those in the user's state (``state_variables.py``), in every vote.
 
 Invariants:
 1. All ranks come to the same result, because it depends on the tally alone.
@@ -35,7 +36,10 @@ from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.steps.update_differences import Updates, described, difference
 from holdfast.session.variables.input_values import InputValues
-from holdfast.session.variables.update_variables import HINT, UpdateVariables, identified
+from holdfast.session.variables.plain_values import identified
+from holdfast.session.variables.state_variables import HINT as HINT_OF_STATE
+from holdfast.session.variables.state_variables import StateVariables
+from holdfast.session.variables.update_variables import HINT, UpdateVariables
 
 
 class _Updates(NamedTuple):
@@ -64,6 +68,7 @@ class EqualUpdates:
 
     Attributes:
         variables: the check of these variables.
+        in_state: the check of those variables that are in ``state=``.
         inputs: the check of the variables that the code before a loop sets.
     """
 
@@ -77,6 +82,7 @@ class EqualUpdates:
         searches: bool,
     ) -> None:
         self.variables = UpdateVariables(source, on=searches, warns=rank == 0)
+        self.in_state = StateVariables(source)
         self.inputs = InputValues(source if searches else None, self.variables, warns=rank == 0)
         self._rank = rank
         self._source = source
@@ -93,6 +99,7 @@ class EqualUpdates:
         """Record that a block begins."""
         self._made = {}
         self.variables.opens()
+        self.in_state.opens()
 
     def joins(self) -> None:
         """Record that this process replaces a lost process."""
@@ -107,13 +114,20 @@ class EqualUpdates:
         """
         if optimizer not in self._known:
             self._known.add(optimizer)
-            self.variables.search(joins=self._replaces)
+            self.in_state.add(self.variables.search(joins=self._replaces))
         settings = {} if self._source is None else self._source.scheduled_settings(optimizer)
         self._made[f"{within}/{optimizer}" if within else optimizer] = settings
         self.variables.look(joins=self._replaces)
+        self.in_state.look()
 
-    def ballot(self, ballot: Ballot) -> Ballot:
-        """Return ``ballot`` with the updates of this rank."""
+    def ballot(self, ballot: Ballot, *, alike: bool) -> Ballot:
+        """Return ``ballot`` with the updates of this rank.
+
+        Args:
+            ballot: the ballot without them.
+            alike: this rank holds a part of every tensor. If all ranks do, each can be given the user's state of any
+                other rank, so its values are compared.
+        """
         self._voted = _Updates(ballot.step, dict(self._made), self._number())
         return msgspec.structs.replace(
             ballot,
@@ -126,6 +140,7 @@ class EqualUpdates:
             again=self.variables.again,
             mixed=self.variables.mixed,
             variables=self.variables.number(),
+            user_state=self.in_state.number() if alike else 0,
         )
 
     def read(self, tally: Tally, step: int) -> None:
@@ -143,6 +158,13 @@ class EqualUpdates:
                 f"step {step}: the updates depend on variables of the script (here {self.variables.described()}), and "
                 f"not all ranks have the same values. {self._cause()}",
                 hint=HINT,
+            )
+        if tally.user_state_differs:
+            raise StepError(
+                f"step {step}: the updates depend on values in session(state={{...}}) that are not the same on all "
+                f"ranks (here {self.in_state.described()}). A process that replaces a lost one, or resumes, would get "
+                "those of another rank",
+                hint=HINT_OF_STATE,
             )
         if tally.diverged_earlier:
             raise StepError(

@@ -75,6 +75,11 @@ class Verifier:
         """True if copies are compared now, or will be compared as soon as the layouts of the other ranks are known."""
         return self._compares is not None
 
+    @property
+    def complete(self) -> bool:
+        """True if the layouts of the other ranks are known, and this rank holds a part of every tensor in them."""
+        return self._copies is not None and self._copies.complete
+
     def slice(self, step: int) -> tuple[int, int]:
         """Return, for the ballot of ``step``, the number of the comparison plan and the digest of this step's slice.
 

@@ -64,6 +64,10 @@ class StepOwner(Protocol):
     def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
         """Return the ballot of this rank for the vote of ``step``."""
 
+    @property
+    def alike(self) -> bool:
+        """True if this rank is known to hold a part of every tensor of the job."""
+
     def differ(self, step: int) -> None:
         """Send the digests of this rank's state after the vote of ``step`` has shown that copies of it differ."""
 
@@ -507,7 +511,7 @@ class StepRunner:
         rank.enter(Phase.VOTE)
         nonfinite = step.nonfinite or (bool(optimizer) and self._finite.end())
         ballot = self._owner.ballot(step.number, unsound=adapter.poisoned, nonfinite=nonfinite)
-        ballot = self._equal.ballot(ballot)
+        ballot = self._equal.ballot(ballot, alike=self._owner.alike)
         self._tally = Tally(passed=False)
         try:
             tally = self._finite.read(self._votes.cast(ballot))

@@ -7,5 +7,6 @@ depends. ``data_flow`` finds the variables that a loop carries from one iteratio
 Module ``update_variables`` reads the values in each step, and ``variable_history`` compares them with those of the job.
 Module ``set_once`` finds those that a block sets once from a collective. Module ``unassigned_variables`` has the
 placeholders for variables that a block did not assign. Module ``kept_attributes`` finds the attributes that objects in
-``state=`` keep.
+``state=`` keep. Module ``state_variables`` reads the variables in ``state=``, which all ranks compare in each vote. The
+modules get plain values from ``plain_values``.
 """

@@ -23,6 +23,8 @@ _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
 _CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove", "add", "discard")
 """Methods that write a dict, a list or a set. Other objects also have methods with these names."""
+_SETS = ("clear", "copy_", "fill_", "zero_")
+"""Methods after which a container or a tensor has nothing of its earlier content."""
 
 
 class _Branches(NamedTuple):
@@ -395,13 +397,13 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
         case ast.Call(func=ast.Attribute(attr=attribute, value=owner)) if (
-            not results and chain(owner) and (attribute in _FILLS or _changes(chain(owner), attribute))
+            not results and (name := _owner(owner)) and (attribute in _FILLS or _changes(name, attribute))
         ):
-            if attribute != "clear":
-                yield VariableUse(chain(owner), False, None)
-            for child in ast.iter_child_nodes(node):
+            if attribute not in _SETS:
+                yield VariableUse(name, False, None)
+            for child in (*node.args, *node.keywords) if attribute in _SETS else ast.iter_child_nodes(node):
                 yield from _items(child)
-            yield VariableUse(chain(owner), True, None)
+            yield VariableUse(name, True, None)
         case CallWithBody() if results:
             for part in node.results():
                 yield from _items(part, results=True)
@@ -428,8 +430,20 @@ def leaves_turn(branch: Sequence[ast.stmt]) -> bool:
     return bool(branch) and isinstance(branch[-1], (*LEAVES, ast.Raise))
 
 
+def _owner(node: ast.expr) -> str:
+    """Return the variable, attribute or element of which a method is called; empty if the owner is none of these."""
+    if isinstance(node, ast.Subscript):
+        return next((use.name for use in reversed(list(uses(node)))), "")
+    return chain(node)
+
+
 def _changes(name: str, method: str) -> bool:
-    """Return whether the variable ``name`` is now a dict, list or set that a call of ``method`` changes."""
+    """Return whether ``name`` is now a dict, list, set or tensor that a call of ``method`` changes.
+
+    The methods of a tensor that end with an underscore change it.
+    """
+    if method.endswith("_") and not method.endswith("__"):
+        return hasattr(value_now(name), "dtype")
     return method in _CHANGES and isinstance(value_now(name), dict | list | set)
 
 

@@ -26,18 +26,15 @@ Invariant: after the values have differed between ranks, each rank is compared o
 from __future__ import annotations
 
 import logging
-import zlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, NoReturn
 
 import numpy as np
 
-from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import owners_of, position_of, runs_at, values_of
+from holdfast.runtime.worker.script_frames import owners_of, runs_at, values_of
 from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
@@ -49,26 +46,27 @@ from holdfast.session.variables.deciding_variables import (
     stores,
 )
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
+from holdfast.session.variables.plain_values import (
+    CONTAINERS,
+    as_number,
+    identified,
+    plain_values,
+    present_values,
+    shown,
+)
 from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.set_once import set_once
-from holdfast.session.variables.unassigned_variables import NotAssigned
-from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue, VariableHistory, is_array
+from holdfast.session.variables.variable_history import Names, PlainValue, VariableHistory, is_array
 
 log = logging.getLogger("holdfast")
 
 KEY = "update_variables"
 """Key, in the session's plain values, of variables on which the updates depend."""
 
-TEXT_LENGTH_MAX = 200
-TEXT_LENGTH_SHOWN = 60
-BYTES_MAX = 1 << 20
-LENGTH_MAX = 1000
-DEPTH_MAX = 3
 OBJECT = "an object"
 """The text for a value that is no plain one, of a variable that has had a plain one (None)."""
 ITEMS_MAX = 4
 """Number of items of a container that are looked at, to tell whether it is state of the session."""
-_CONTAINERS = (list, tuple, dict, deque, set, frozenset)
 HINT_OF_RANK = (
     "keep a value of one rank in s.own or by s.attach(NAME, object) (numbers and lists in its attributes), or compute "
     "it from step.number"
@@ -125,23 +123,28 @@ class UpdateVariables:
         """Record that a block begins."""
         self._history.values = self._of_rank.values = {}
 
-    def search(self, *, joins: bool) -> None:
+    def search(self, *, joins: bool) -> Names:
         """Search the source for the variables on which an optimizer depends, at the first step of that optimizer.
 
         Args:
             joins: this process replaces a lost process. It logs no warnings, because the lost process has logged
                 them.
+
+        Returns:
+            Those of the variables that are in the user's state (``state=``), with their places.
         """
         if not self._on:
-            return
+            return {}
         self._warns = self._warns and not joins
+        found: Names = {}
         with warns_of_defects(
             "variables on which the updates depend are not searched, so one that a new process begins again is not "
             "noticed"
         ):
-            self._search()
+            found = self._search()
+        return found
 
-    def _search(self) -> None:
+    def _search(self) -> Names:
         places = places_in_script()
         state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
         placed = placed_variables(places, update=True, state=state)
@@ -154,6 +157,12 @@ class UpdateVariables:
                 self.set_once[name] = once[name]
         if self._warns:
             self._file_names.update(self._undeclared(file_variables(places), places))
+        kept = kept_by([] if self._source is None else self._source.objects())
+        return {
+            each.name: (each.place, places)
+            for each in placed
+            if self._is_of_user(each.name, each.place, kept)
+        }
 
     def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> Names:
         """Return the variables in ``found`` that are new and not state of the session: the names with their places."""
@@ -174,12 +183,12 @@ class UpdateVariables:
         """
         for history in (self._history, self._of_rank):
             if history.continues:
-                history.passes_end(_plain(values_of(history.newest), self._source))
+                history.passes_end(plain_values(values_of(history.newest), self._source))
 
     def enters_loop(self) -> None:
         """Read the values of the variables when this process enters the loop in which it continues the job."""
         if self._of_rank.continues:
-            self._of_rank.enters(_plain(values_of(self._of_rank.newest), self._source))
+            self._of_rank.enters(plain_values(values_of(self._of_rank.newest), self._source))
 
     def look(self, *, joins: bool) -> None:
         """Read and compare the values of the variables at the first update of a block.
@@ -188,11 +197,13 @@ class UpdateVariables:
             StepError: this process continues the job, and a variable has its initial value again.
         """
         if self._warns and (names := {n: at for n, at in self._file_names.items() if n not in self._told}):
-            self._warn("whether a file is saved depends on", names, _plain(_values(names), self._source))
+            self._warn(
+                "whether a file is saved depends on", names, plain_values(present_values(names), self._source)
+            )
         if not self._names or self._of_rank.values:
             return
-        found = _values(self._names)
-        values = _plain(found, self._source)
+        found = present_values(self._names)
+        values = plain_values(found, self._source)
         self._of_rank.values = {
             **values,
             **dict.fromkeys((found.keys() & self._of_rank.first) - values.keys(), OBJECT),
@@ -236,8 +247,8 @@ class UpdateVariables:
             log.warning(
                 "holdfast: the updates depend on %s, until now on %s. What the script sets once from data is kept in "
                 "session(state={...}): a process that joins or resumes would set it again",
-                _shown(new),
-                _shown({**self._of_rank.newest, **self._history.newest}, new),
+                shown(new),
+                shown({**self._of_rank.newest, **self._history.newest}, new),
             )
 
     def _warn(self, what: str, names: Names, values: Mapping[str, PlainValue]) -> None:
@@ -275,8 +286,8 @@ class UpdateVariables:
     def _refuse(self, again: Mapping[str, PlainValue], history: VariableHistory, hint: str) -> NoReturn:
         begun = ", as at the first step of the job" if history.has_first_values(again) else ""
         raise StepError(
-            f"the updates depend on {_shown(again)}{begun}; at the step before: "
-            f"{_shown({name: history.before(name) for name in again})}. This process continues the job, and the "
+            f"the updates depend on {shown(again)}{begun}; at the step before: "
+            f"{shown({name: history.before(name) for name in again})}. This process continues the job, and the "
             "script does not continue with these values",
             hint=f"{hint}; session(verify_block=0) leaves out this check",
         )
@@ -287,7 +298,9 @@ class UpdateVariables:
         The result is 0 if there are no values.
         """
         values = sorted(self._history.values.items())
-        return identified(repr([(name, _number(value)) for name, value in values]).encode()) if values else 0
+        return (
+            identified(repr([(name, as_number(value)) for name, value in values]).encode()) if values else 0
+        )
 
     def numbers(self) -> dict[str, int]:
         """Return a number for each value in the open block, by the name of the variable.
@@ -295,7 +308,7 @@ class UpdateVariables:
         Generators are left out, because the search also finds generators whose items no update uses.
         """
         return {
-            name: identified(repr(_number(value)).encode())
+            name: identified(repr(as_number(value)).encode())
             for name, value in self._history.values.items()
             if name not in self._generators
         }
@@ -354,7 +367,7 @@ class UpdateVariables:
         places = {name: self._names[name][0] for name in names & self._names.keys()}
         here = {place for place in set(places.values()) if runs_at(place)}
         values = values_of(name for name, place in places.items() if place in here)
-        if not self._of_rank.passes(_plain(values, self._source)):
+        if not self._of_rank.passes(plain_values(values, self._source)):
             return {}
         return {KEY: self._of_rank.kept(None if self._are_of_rank() else names)}
 
@@ -365,7 +378,7 @@ class UpdateVariables:
     def described(self) -> str:
         """Return a text with the variables, their values and places in the script. Changed variables come first."""
         where = "".join({f" ({described(places)})" for _, places in self._names.values()})
-        return f"{_shown(self._history.changed_first()) or 'none'}{where}"
+        return f"{shown(self._history.changed_first()) or 'none'}{where}"
 
     def _is_state(self, name: str, place: tuple[str, int]) -> bool:
         """Return whether a container or an attribute of the script has tensors of the session's state."""
@@ -395,120 +408,23 @@ class UpdateVariables:
         if source is None:
             return False
         values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
-        if isinstance(found.get(name), _CONTAINERS) and self._is_state(name, place):
+        if isinstance(found.get(name), CONTAINERS) and self._is_state(name, place):
             return True
         if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:
             return True
         whole = (value for value in values if not any(value is item for item in objects))
         return any(id(value) in kept.objects for value in values) or any(map(source.declares, whole))
 
-
-def identified(*parts: bytes) -> int:
-    """Return a number from 1 to STEP_MODULUS - 1 that identifies ``parts``."""
-    found = 0
-    for part in parts:
-        found = zlib.crc32(part, found)
-    return found % (STEP_MODULUS - 1) + 1
-
-
-def _number(value: PlainValue) -> PlainValue:
-    """Return an equal value that is a whole number if there is one: ``0`` for ``0.0`` and ``False``."""
-    return int(value) if isinstance(value, bool | float) and value == value // 1 else value
-
-
-def _values(names: Names) -> dict[str, object]:
-    """Return the present values of the variables, each from the stack frame at its place."""
-    found: dict[str, object] = {}
-    for place in {place for place, _ in names.values()}:
-        found.update(values_of([name for name, (own, _) in names.items() if own == place], place))
-    return found
-
-
-def _plain(values: Mapping[str, object], source: DescribesUpdates | None) -> dict[str, PlainValue]:
-    """Return the bools, numbers and short strings in ``values``, and a text for each generator, array and container.
-
-    Of a container with objects, the text is the number of items. Values of other types are left out, because they may
-    be state of the session.
-
-    Args:
-        source: the adapter, which reads the contents of tensors; if None, tensors are left out.
-    """
-    found: dict[str, PlainValue] = {}
-    for name, value in values.items():
-        if isinstance(value, np.generic):
-            value = value.item()
-        if isinstance(value, bool) or (isinstance(value, str) and len(value) <= TEXT_LENGTH_MAX):
-            found[name] = value
-        elif isinstance(value, int | float):
-            found[name] = int(value) if isinstance(value, int) else float(value)  # no subclass of NumPy
-        elif value is None:
-            found[name] = "None"
-        elif isinstance(value, GeneratorType):
-            found[name] = position_of(value)[:TEXT_LENGTH_MAX]
-        elif _is_small(value):
-            found[name] = _as_text(value)
-        elif isinstance(value, _CONTAINERS):  # of objects, such as a pool of earlier images, or a long one
-            found[name] = f"{len(value)} items"
-        elif isinstance(value, NotAssigned):
-            found[name] = "no value"  # only an earlier block assigns it, so a replacement has no value
-        elif source is not None and (content := source.content_of(value, BYTES_MAX)) is not None:
-            found[name] = f"a tensor {_content_as_text(content)}"
-    return found
-
-
-def _is_small(value: object) -> bool:
-    """Return whether ``value`` is an array, or a container of numbers and strings, small enough for each step."""
-    if type(value) is np.ndarray:
-        return value.dtype.kind in "biufc" and value.nbytes <= BYTES_MAX
-    return isinstance(value, _CONTAINERS) and 0 <= _count(value, DEPTH_MAX) <= LENGTH_MAX
-
-
-def _count(value: object, depth: int) -> int:
-    """Return the number of items in nested containers; -1 if there are too many, or if one is not a number or string.
-
-    Args:
-        depth: largest number of containers around an item.
-    """
-    if value is None or isinstance(value, bool | int | float | str | np.generic):
-        return 1
-    if not isinstance(value, _CONTAINERS) or not depth or len(value) > LENGTH_MAX:
-        return -1
-    total = 0
-    for item in (*value, *value.values()) if isinstance(value, dict) else value:
-        count = _count(item, depth - 1)
-        if count < 0 or (total := total + count) > LENGTH_MAX:
-            return -1
-    return total
-
-
-def _as_text(value: Any) -> str:
-    """Return a text for an array or container. Different contents give different texts."""
-    if isinstance(value, np.ndarray):
-        return f"an array {value.shape} {_content_as_text(value.tobytes())}"
-    text = repr(_without_kinds(value))
-    return (
-        text
-        if len(text) <= TEXT_LENGTH_SHOWN
-        else f"{len(value)} values with checksum {zlib.crc32(text.encode()):08x}"
-    )
-
-
-def _without_kinds(value: Any) -> Any:
-    """Return a container as dicts, lists and tuples of plain items, without subclasses and NumPy numbers."""
-    if isinstance(value, dict):
-        return {_without_kinds(key): _without_kinds(item) for key, item in value.items()}
-    if isinstance(value, _CONTAINERS):
-        items = [_without_kinds(item) for item in value]
-        if isinstance(value, set | frozenset):  # its order is of this process
-            return sorted(items, key=repr)
-        return tuple(items) if isinstance(value, tuple) else items
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _content_as_text(content: bytes) -> str:
-    return f"with checksum {zlib.crc32(content):08x}" if content.strip(b"\0") else ZEROS
-
-
-def _shown(values: Mapping[str, PlainValue], names: Iterable[str] | None = None) -> str:
-    shown = list(values if names is None else names)[:VARIABLES_MAX]
-    return ", ".join(f"{name} = {values[name]!r}" for name in shown)
+    def _is_of_user(self, name: str, place: tuple[str, int], kept: KeptAttributes) -> bool:
+        """Return whether a variable is in ``state=``: a value, an item of a container, or a kept attribute."""
+        owners = owners_of(name)
+        found = values_of([*owners, name], place)
+        if self._source is None:
+            return False
+        of_owner = bool(owners) and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}."))
+        values = [value for value in found.values() if not isinstance(value, PlainValue | None)]
+        return (
+            of_owner in kept.attributes
+            or any(id(value) in kept.objects for value in values)
+            or any(self._source.in_user_state(value) for value in values)
+        )

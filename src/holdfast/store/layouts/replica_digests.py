@@ -57,11 +57,19 @@ class ReplicaCopies:
         rank: the rank of this process.
         compared: function of a tensor name; True if all copies of this tensor must be equal after every step.
         turns: the number of comparisons in which every byte is compared once.
+
+    Attributes:
+        plan: a number that shows whether two ranks have the same catalogue.
+        groups: the groups of this rank.
+        complete: this rank holds a part of every tensor. If all ranks do, each can be given the plain values of any
+            other rank.
     """
 
     def __init__(self, catalogue: Catalogue, rank: int, compared: Callable[[str], bool], turns: int) -> None:
         self.plan = int(catalogue.digest[:8], 16) % (PLAN_MODULUS - 1) + 1
         self.groups = _groups(catalogue, rank, compared)
+        held = {tensor.fqn for tensor, _, _ in catalogue.held_by(rank)}
+        self.complete = len(held) == len(catalogue.tensors)
         self._turns: list[list[tuple[ReplicaGroup, list[Extent]]]] = [[] for _ in range(turns)]
         for group in self.groups:
             step = _aligned(-(-group.size_bytes // turns))

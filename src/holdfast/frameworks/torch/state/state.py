@@ -46,6 +46,7 @@ from holdfast.frameworks.torch.state.boxes import (
     parts_of,
     placed,
     refuse_undeclared,
+    region_of,
     writes_of,
 )
 from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
@@ -351,6 +352,15 @@ class TorchState:
         groups = (group for each in self.optimizers.values() for group in each.optimizer.param_groups)
         items = (self.scaler, *groups, *self.schedulers.values(), *_nested(self.extras))
         return any(value is item for item in items)
+
+    def in_user_state(self, value: object) -> bool:
+        """Return whether ``value`` is ``extras``, an entry of it, or lies in a container there.
+
+        False for a part of a larger tensor, because ranks hold different parts.
+        """
+        if isinstance(value, torch.Tensor) and region_of(value) is not None:
+            return False
+        return value is self.extras or any(value is item for item in _nested(self.extras))
 
     def keeps(self, owner: object, attribute: str) -> bool:
         """Return whether the state of the session contains a plain attribute of ``owner``: an optimizer has some."""

@@ -1,0 +1,69 @@
+"""The variables in the user's state on which the updates depend, and their values for the vote.
+
+Theory. The session saves ``state=`` once, and a process that joins gets it from another rank. So all ranks must have
+the same values. A mean of the rank's own losses in ``state=`` gives no error: the replacement of a lost rank continues
+with the mean of its peer, and so makes another update than the lost rank would have made. The session warns of items
+that differ (``replica_state_check.py``). If an update depends on such a value, the weights of the job would depend on
+the fault, so all ranks end before the update. The values of the vote show a difference in the step in which it begins.
+
+Only plain values, containers of them, and small tensors on the CPU are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.session.variables.deciding_variables import Places, described
+from holdfast.session.variables.plain_values import (
+    as_number,
+    identified,
+    plain_values,
+    present_values,
+    shown,
+)
+from holdfast.session.variables.variable_history import Names, PlainValue
+
+HINT = (
+    "keep a value of one rank in s.own (plain values) or by s.attach(NAME, object), or make it equal on all ranks "
+    "before the update (all_reduce, broadcast); session(verify_block=0) leaves out this check"
+)
+
+
+class StateVariables:
+    """The variables in ``state=`` on which the updates of one rank depend.
+
+    Args:
+        source: the adapter; None if it cannot describe updates.
+    """
+
+    def __init__(self, source: DescribesUpdates | None) -> None:
+        self._source = source
+        self._names: dict[str, tuple[tuple[str, int], Places]] = {}
+        self._values: Mapping[str, PlainValue] = {}  # at the first update of the open block
+
+    def add(self, names: Names) -> None:
+        """Add variables with their places."""
+        self._names.update(names)
+
+    def opens(self) -> None:
+        """Record that a block begins."""
+        self._values = {}
+
+    def look(self) -> None:
+        """Read the values at the first update of a block."""
+        if self._names and not self._values:
+            self._values = plain_values(present_values(self._names), self._source)
+
+    def number(self) -> int:
+        """Return a number from 1 to STEP_MODULUS - 1 that identifies the values in the open block.
+
+        The result is 0 if there are no values.
+        """
+        values = [(name, as_number(value)) for name, value in sorted(self._values.items())]
+        return identified(repr(values).encode()) if values else 0
+
+    def described(self) -> str:
+        """Return a text with the variables, their values on this rank, and their places in the script."""
+        where = "".join(sorted({f" ({described(places)})" for _, places in self._names.values()}))
+        return f"{shown(self._values)}{where}"
