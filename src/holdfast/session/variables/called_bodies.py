@@ -57,12 +57,15 @@ _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-
 class CallWithBody(ast.Call):
     """A node of a syntax tree: a call with the body of the called function.
 
+    The body assigns the arguments to the parameters. An argument that contains such a call is only there, and the call
+    has the name of the parameter in its place. Otherwise a nest of n calls would be a tree with 2**n leaves.
+
     Attributes:
         body: the statements of the function, in which variables have the names of the caller.
         updates: True if the function is the method ``step`` of an optimizer.
     """
 
-    _fields = (*ast.Call._fields, "body")
+    _fields = ("func", "body", "args", "keywords")
     _field_types: ClassVar = {**getattr(ast.Call, "_field_types", {}), "body": list[ast.stmt]}
     """From Python 3.13 on, a node has the type of each field here. Python 3.15 raises an error without it."""
 
@@ -232,7 +235,9 @@ class _Bodies(ast.NodeTransformer):
         self._count += 1
         names = _Names(source, node, callee, f"{LOCAL}{self._count}", self._place[0])
         statements = [names.visit(statement) for statement in source.body]
-        call = CallWithBody(node, list(names.bindings()), updates=callee.updates)
+        bindings = list(names.bindings())
+        names.replace_arguments(node)
+        call = CallWithBody(node, bindings, updates=callee.updates)
         opened = _Open(call, statements, _Around(depth, (*active, code)))
         if is_of_update:
             self._open.appendleft(opened)
@@ -457,6 +462,18 @@ class _Names(ast.NodeTransformer):
         for name, value in self._given.items():
             if name not in self._same:
                 yield ast.Assign(targets=[ast.Name(f"{name}{self._mark}", ast.Store())], value=value)
+
+    def replace_arguments(self, call: ast.Call) -> None:
+        """Put the names of parameters in the place of arguments of ``call`` that contain calls with bodies."""
+        bound = {id(value): name for name, value in self._given.items() if name not in self._same}
+
+        def named(value: ast.expr) -> ast.expr:
+            if id(value) not in bound or not any(isinstance(part, CallWithBody) for part in ast.walk(value)):
+                return value
+            return ast.copy_location(ast.Name(f"{bound[id(value)]}{self._mark}", ast.Load()), value)
+
+        call.args = [named(value) for value in call.args]
+        call.keywords = [ast.keyword(each.arg, named(each.value)) for each in call.keywords]
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id == self._self and self._owner is not None:

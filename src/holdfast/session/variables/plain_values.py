@@ -136,5 +136,11 @@ def _content_as_text(content: bytes) -> str:
 
 
 def shown(values: Mapping[str, PlainValue], names: Iterable[str] | None = None) -> str:
-    shown = list(values if names is None else names)[:VARIABLES_MAX]
-    return ", ".join(f"{name} = {values[name]!r}" for name in shown)
+    """Return ``values`` as text (``count = 3, best = 0.5``), at most ``VARIABLES_MAX`` of them.
+
+    Args:
+        values: the values of variables.
+        names: the variables to show; None means all.
+    """
+    chosen = list(values if names is None else names)[:VARIABLES_MAX]
+    return ", ".join(f"{name} = {values[name]!r}" for name in chosen)
