@@ -484,6 +484,30 @@ def test_an_average_that_warms_up_with_a_count_of_its_own_ends_a_resumed_job_by_
 
 
 @pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("list", "4 items with checksum"),
+        pytest.param("arrays", "4 items with checksum", marks=pytest.mark.more),
+        pytest.param("large", "a tensor with checksum", marks=pytest.mark.more),
+    ],
+)
+def test_a_bank_that_is_not_read_at_each_update_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, text: str
+) -> None:
+    """Regression: a replacement, and a resumed job, began with an empty bank without a word, exit code 0."""
+    output, ended = run(
+        tmp_path / "killed", "naive", "banked", monkeypatch, code=Exit.BAD_INPUT, PLACE=place, KILL="1:5"
+    )
+    assert output.count("the updates depend on bank (banked.py:") == 1 and not ended, output
+    said = rf"StepError: the updates depend on bank = '{text} \w+', as at the first step of the job"
+    assert re.search(said, output), output
+    where = tmp_path / "stopped"
+    run(where, "naive", "banked", monkeypatch, code=Exit.REQUEUE, PLACE=place, STOP="3")
+    output, ended = run(where, "naive", "banked", monkeypatch, code=Exit.BAD_INPUT, PLACE=place)
+    assert re.search(said, output) and not ended, output
+
+
+@pytest.mark.parametrize(
     ("place", "name", "step"),
     [
         ("late", 'kept["mean"]', 6),

@@ -27,6 +27,8 @@ BYTES_MAX = 1 << 20
 LENGTH_MAX = 1000
 DEPTH_MAX = 3
 CONTAINERS = (list, tuple, dict, deque, set, frozenset)
+GENERATOR = "a generator "
+"""The begin of the text for a generator."""
 
 
 def identified(*parts: bytes) -> int:

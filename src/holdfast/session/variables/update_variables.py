@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from types import GeneratorType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -48,12 +47,14 @@ from holdfast.session.variables.deciding_variables import (
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
+    GENERATOR,
     as_number,
     identified,
     plain_values,
     present_values,
     shown,
 )
+from holdfast.session.variables.rare_digests import RareDigests
 from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.variable_history import Names, PlainValue, VariableHistory, is_array
@@ -105,10 +106,10 @@ class UpdateVariables:
         # They decide whether a file is saved.
         self._file_names: dict[str, tuple[tuple[str, int], Places]] = {}
         self._partly: set[str] = set()  # some steps write them first (`PlacedVariable.partly`)
-        self._generators: set[str] = set()
         self._began: dict[str, PlainValue] = {}  # the first value of each variable in this process
         self._told: set[str] = set()
         self._left_out: list[object] = []  # objects whose attributes the session keeps for each rank
+        self._rare = RareDigests(source)
         self._history = VariableHistory()  # of the variables that the ranks compare
         self._of_rank = VariableHistory()  # of all variables
         self.set_once: dict[str, bool] = {}
@@ -183,12 +184,12 @@ class UpdateVariables:
         """
         for history in (self._history, self._of_rank):
             if history.continues:
-                history.passes_end(plain_values(values_of(history.newest), self._source))
+                history.passes_end(self._read(values_of(history.newest), fresh=True))
 
     def enters_loop(self) -> None:
         """Read the values of the variables when this process enters the loop in which it continues the job."""
         if self._of_rank.continues:
-            self._of_rank.enters(plain_values(values_of(self._of_rank.newest), self._source))
+            self._of_rank.enters(self._read(values_of(self._of_rank.newest), fresh=True))
 
     def look(self, *, joins: bool) -> None:
         """Read and compare the values of the variables at the first update of a block.
@@ -204,9 +205,10 @@ class UpdateVariables:
             return
         found = present_values(self._names)
         values = plain_values(found, self._source)
+        every = self._rare.texts(found, values, fresh=self._rare.due)
         self._of_rank.values = {
-            **values,
-            **dict.fromkeys((found.keys() & self._of_rank.first) - values.keys(), OBJECT),
+            **every,
+            **dict.fromkeys((found.keys() & self._of_rank.first) - every.keys(), OBJECT),
         }
         self._history.values = {
             name: value
@@ -214,14 +216,22 @@ class UpdateVariables:
             # An array that some steps fill is often the data of one rank.
             if name not in self._partly or isinstance(found[name], PlainValue | np.generic | None)
         }
-        self._generators = {name for name, value in found.items() if isinstance(value, GeneratorType)}
-        self._warn("the updates depend on", self._names, self._history.values)
+        self._warn("the updates depend on", self._names, every)
         if self.again and not joins:
             self.refuse()
         if again := self._of_rank.begun_again(self._names):
             of_rank = all(self._of_rank.newest[name] not in (value, OBJECT) for name, value in again.items())
             self._refuse(again, self._of_rank, HINT_OF_RANK if of_rank else HINT_OF_ANY)
         self._note_set_once(joins=joins)
+
+    def _read(self, values: Mapping[str, object], *, fresh: bool) -> dict[str, PlainValue]:
+        """Return plain values for ``values``, also for large ones and for tensors on a device.
+
+        Args:
+            values: the present values of variables.
+            fresh: take new digests of these.
+        """
+        return self._rare.texts(values, plain_values(values, self._source), fresh=fresh)
 
     def _note_set_once(self, *, joins: bool) -> None:
         """Warn of numbers and arrays that had one value in all earlier steps of the job, and have another value now.
@@ -310,7 +320,7 @@ class UpdateVariables:
         return {
             name: identified(repr(as_number(value)).encode())
             for name, value in self._history.values.items()
-            if name not in self._generators
+            if not (isinstance(value, str) and value.startswith(GENERATOR))
         }
 
     def voted(self, *, mixed: bool) -> None:
@@ -320,6 +330,8 @@ class UpdateVariables:
 
     def committed(self, *, ended: bool) -> None:
         """Record that the step is committed. ``ended``: an epoch ends with this step."""
+        if self._of_rank.values:
+            self._rare.committed()
         self._history.committed(ended=ended)
         self._of_rank.committed(ended=ended)
 
@@ -367,7 +379,7 @@ class UpdateVariables:
         places = {name: self._names[name][0] for name in names & self._names.keys()}
         here = {place for place in set(places.values()) if runs_at(place)}
         values = values_of(name for name, place in places.items() if place in here)
-        if not self._of_rank.passes(plain_values(values, self._source)):
+        if not self._of_rank.passes(self._read(values, fresh=False)):
             return {}
         return {KEY: self._of_rank.kept(None if self._are_of_rank() else names)}
 
