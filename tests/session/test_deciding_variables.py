@@ -57,6 +57,10 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "a.pool.items[0] = x\nloss = x * a.pool.count\nloss.backward()\noptimizer.step()\na.pool.count += 1": (
         "a.pool.count",
     ),
+    "loss.backward()\nclip_grad_norm_(net.parameters(), limit)\noptimizer.step()\nlimit *= 0.9": ("limit",),
+    # A function of the standard library changes its argument, and an attribute of an item changes the container.
+    "loss = x * heap[0]\nloss.backward()\noptimizer.step()\nheapq.heappush(heap, number)": ("heap",),
+    "loss = x * sum(m.v for m in meters)\nloss.backward()\noptimizer.step()\nmeters[k].v += 1": ("meters",),
     "loss = x * a.pool.size\nloss.backward()\noptimizer.step()\na.pool.items[0] = x": (),
     "if step.number - last >= 3:\n    optimizer.step()\n    last = step.number": ("last",),
     "for g in optimizer.param_groups:\n    g['lr'] = rate(it)\noptimizer.step()\nit += 1": ("it",),

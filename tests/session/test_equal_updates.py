@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import itertools
+from array import array
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Mapping
+from datetime import timedelta
+from decimal import Decimal
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -584,6 +589,13 @@ def test_variables_are_named_once_for_all_optimizers(caplog: pytest.LogCaptureFi
     assert len(caplog.messages) == 1 and "depend on count" in caplog.messages[0]
 
 
+class Kind(Enum):
+    """The mode of a schedule."""
+
+    FIRST = "first"
+    SECOND = "second"
+
+
 PLAIN = {
     "pair": ((1, 2), (1, 3)),
     "none": (None, 2.5),
@@ -591,6 +603,16 @@ PLAIN = {
     "nested": ({"data": [{"shard": 1}]}, {"data": [{"shard": 2}]}),
     "set": ({"b", "a"}, {"b", "a", "c"}),
     "subclass": (OrderedDict(seen=1), OrderedDict(seen=2)),
+    "complex": (1j, 2j),
+    "bytes": (b"a", b"b"),
+    "buffer": (memoryview(b"a"), memoryview(b"b")),
+    "array": (array("d", [0.0]), array("d", [1.0])),
+    "decimal": ([Decimal(1)], [Decimal(2)]),
+    "duration": (timedelta(1), timedelta(2)),
+    "enum": (Kind.FIRST, Kind.SECOND),
+    "count": (itertools.count(1), itertools.count(2)),
+    "iterator": (iter([1, 2]), iter([1])),
+    "long": (b"a" * 100, b"a" * 99 + b"b"),
 }
 
 
@@ -640,6 +662,41 @@ def test_a_dict_that_only_its_methods_change_is_compared() -> None:
     assert set(numbers[0]) == set(numbers[1]) == {"past"} and numbers[0] != numbers[1]
 
 
+def test_an_element_of_a_mapping_that_is_no_dict_is_compared() -> None:
+    """Regression: it had no value (``os.environ["STEP"]``)."""
+    rank = Rank(first=True)
+    past: UserDict[str, int] = UserDict(seen=0)
+    numbers: list[Mapping[str, int]] = []
+    for _ in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if past["seen"] < 99:
+            rank.checked.steps("d", "")
+        past["seen"] += 1
+        numbers.append(rank.checked.variables.numbers())
+    assert set(numbers[0]) == set(numbers[1]) == {'past["seen"]'} and numbers[0] != numbers[1]
+
+
+@pytest.mark.parametrize("form", ["setattr", "vars", "dict"])
+def test_each_form_of_an_attribute_is_compared(form: str) -> None:
+    """Regression: an attribute that ``setattr`` sets was no variable that a step takes over."""
+    rank, counter = Rank(first=True), Counter()
+    numbers: list[Mapping[str, int]] = []
+    for _ in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if getattr(counter, "count") < 99:  # noqa: B009
+            rank.checked.steps("d", "")
+        if form == "setattr":
+            setattr(counter, "count", counter.count + 1)  # noqa: B010
+        if form == "vars":
+            vars(counter)["count"] += 1
+        if form == "dict":
+            counter.__dict__["count"] = counter.count + 1
+        numbers.append(rank.checked.variables.numbers())
+    assert set(numbers[0]) == set(numbers[1]) == {"counter.count"} and numbers[0] != numbers[1]
+
+
 def test_a_set_that_only_its_methods_change_is_compared() -> None:
     rank = Rank(first=True)
     past: set[int] = set()
@@ -660,7 +717,7 @@ class Moved:
     dtype = "float32"
 
     def __init__(self) -> None:
-        self.value = 0.0
+        self.value = self.data = 0.0
 
     def lerp_(self, other: float) -> None:
         """Move the value towards ``other``."""
@@ -683,6 +740,106 @@ def test_a_tensor_that_only_its_methods_change_is_found() -> None:
         if moved.value + place.value < 99:
             rank.checked.steps("d", "")
     assert rank.checked.variables.names() == "moved.value"
+
+
+def test_a_tensor_that_is_set_by_its_data_is_found() -> None:
+    rank, moved = Rank(first=True), Moved()
+    for number in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if moved is not None:
+            rank.checked.steps("d", "")
+        moved.data = number
+    assert rank.checked.variables.names() == "moved"
+
+
+class Meter:
+    """A mean that a property computes, as in the loops of detectors."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        """Add a value."""
+        self.total += value
+        self.count += 1
+
+    @property
+    def mean(self) -> float:
+        """The mean of all values."""
+        return self.total / max(1, self.count)
+
+
+def test_the_variables_behind_a_property_are_compared() -> None:
+    """Regression: a mean that is a property was no variable that a step takes over."""
+    rank, meter = Rank(first=True), Meter()
+    numbers: list[Mapping[str, int]] = []
+    for number in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if meter.mean < 99:
+            rank.checked.steps("d", "")
+        meter.update(number)
+        numbers.append(rank.checked.variables.numbers())
+    assert set(numbers[0]) == {"meter.total", "meter.count"} and numbers[0] != numbers[1]
+
+
+class Meters:
+    """Meters by name, which are also attributes, as in torchvision's references."""
+
+    def __init__(self) -> None:
+        self.meters: dict[str, Meter] = {}
+
+    def __getattr__(self, name: str) -> Meter:
+        return self.meters[name]
+
+    def update(self, **values: float) -> None:
+        """Add values to the meters of their names."""
+        for name, value in values.items():
+            if name not in self.meters:
+                self.meters[name] = Meter()
+            self.meters[name].update(value)
+
+
+@pytest.mark.parametrize("attribute", [False, True])
+def test_a_meter_that_is_not_there_yet_is_found(attribute: bool) -> None:
+    """Regression: the mean of an epoch on which a schedule depends began again in a replacement, without a word."""
+    rank, meters = Rank(first=True), Meters()
+    steps = Steps()
+    for epoch in range(2):
+        for step in steps.steps():
+            rank.checked.opens()
+            rank.numbers.of["d"] = [0.1]
+            rank.checked.steps("d", "")
+            meters.update(loss=1.0 + step + epoch)
+        if attribute:
+            scheduler_step(meters.loss.mean)
+        else:
+            scheduler_step(meters.meters["loss"].mean)
+    assert "meters.meters" in rank.checked.variables.names().split(", ")
+
+
+class Steps:
+    """A session with two steps per epoch."""
+
+    def steps(self) -> range:
+        """Return the numbers of the steps."""
+        return range(2)
+
+
+def scheduler_step(loss: float) -> None:
+    """Take a loss, as a schedule does."""
+
+
+def test_an_object_in_a_list_that_a_method_changes_is_found() -> None:
+    rank, meters = Rank(first=True), [Meter(), Meter()]
+    for number in range(2):
+        rank.checked.opens()
+        rank.numbers.of["d"] = [0.1]
+        if sum(each.total for each in meters) < 99:
+            rank.checked.steps("d", "")
+        meters[number].update(1.0)
+    assert rank.checked.variables.names() == "meters"
 
 
 def test_a_list_that_each_step_empties_first_is_not_compared() -> None:

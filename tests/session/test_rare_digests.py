@@ -50,8 +50,36 @@ def test_a_value_has_its_newest_digest_until_the_next_one(kind: str) -> None:
     assert text(fresh=True) != first
 
 
-def test_a_value_that_is_read_at_each_update_and_one_of_objects_have_no_digest() -> None:
+def test_a_value_that_is_read_at_each_update_and_a_long_one_have_no_digest() -> None:
     rare, source = RareDigests(Digests()), Digests()
-    values = {"count": 3, "seen": [1, 2], "objects": [object()], "long": [object()] * (ITEMS_MAX + 1)}
+    values = {
+        "count": 3,
+        "seen": [1, 2],
+        "long": [object()] * (ITEMS_MAX + 1),
+    }
     plain = plain_values(values, source)
     assert rare.texts(values, plain, fresh=True) == plain
+
+
+class Meter:
+    """A sum, with the losses in it."""
+
+    def __init__(self) -> None:
+        self.total, self.losses, self.past = 0.0, {"mean": [0.0]}, torch.zeros(2)
+
+
+@pytest.mark.parametrize("change", ["total", "losses", "past"])
+def test_the_attributes_of_objects_in_a_container_count(change: str) -> None:
+    """Regression: a container of objects had only its number of items, so its content began again without a word."""
+    rare, source, meters = RareDigests(Digests()), Digests(), [Meter(), Meter()]
+
+    def text() -> object:
+        values = {"meters": meters}
+        return rare.texts(values, plain_values(values, source), fresh=True)["meters"]
+
+    first = text()
+    assert text() == first and isinstance(first, str) and first.startswith("2 items with checksum ")
+    meters[1].total += change == "total"
+    meters[1].losses["mean"][0] += change == "losses"
+    meters[1].past[1] += change == "past"
+    assert text() != first

@@ -92,6 +92,20 @@ def name_of_self(function: str, owner: object) -> str:
     return _outside(function, "self", {"self": owner})
 
 
+def name_of_default(function: FunctionType, parameter: str) -> str:
+    """Return the name by which :func:`values_of` finds the default of a parameter, if it is an object that can change.
+
+    A list as a default is one object for all calls, so it may carry values from call to call. The name is
+    ``FUNCTION:PARAMETER``. Empty if there is no such default.
+    """
+    names = inspect.signature(function).parameters
+    default = names[parameter].default if parameter in names else inspect.Parameter.empty
+    constant = default is inspect.Parameter.empty or isinstance(
+        default, int | float | str | bytes | tuple | None
+    )
+    return "" if constant else _outside(function.__qualname__, parameter, {parameter: default})
+
+
 def _outside(scope: str, name: str, home: CellType | Mapping[str, object]) -> str:
     found = f"{scope.rpartition('.')[2]}:{name}"
     _OUTSIDE[found] = home
@@ -131,7 +145,7 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
             if not part.startswith("["):
                 value = getattr(value, part, _MISSING)
             else:
-                value = value.get(part[2:-2], _MISSING) if isinstance(value, dict) else _MISSING
+                value = value.get(part[2:-2], _MISSING) if isinstance(value, Mapping) else _MISSING
         if value is not _MISSING:
             found[name] = value
     return found

@@ -38,11 +38,13 @@ from holdfast.runtime.worker.script_frames import (
     OURS,
     frames_outside,
     has_line,
+    name_of_default,
     name_of_self,
     name_outside,
     values_of,
     variable_of,
 )
+from holdfast.session.variables.script_trees import parsed
 
 DEPTH_MAX = 3
 BODIES_MAX = 50
@@ -100,7 +102,7 @@ def chain(node: ast.AST) -> str:
 
 
 def _new_tree_of(file: str) -> ast.Module:
-    return _parsed("".join(linecache.getlines(file)))
+    return parsed("".join(linecache.getlines(file)))
 
 
 @cache
@@ -217,21 +219,30 @@ class _Bodies(ast.NodeTransformer):
                 return value if isinstance(value, bool) else None
         return None
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        getter = _getter(node, self._place)
+        if getter is None:
+            return node
+        return self._with_body(ast.copy_location(ast.Call(node, [], []), node), getter) or node
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         callee = _callee(node.func, self._place)
-        if callee is None:
-            return node
+        return node if callee is None else self._with_body(node, callee) or node
+
+    def _with_body(self, node: ast.Call, callee: _Callee) -> CallWithBody | None:
+        """Return a call with the body of ``callee``; None if there are too many bodies, or if there is no source."""
         code = callee.function.__code__
         is_of_update = any(has_line(code, *place) for place in self._inner)
         depth, active = self._around
         if not is_of_update:
             depth += 1
             if depth > DEPTH_MAX or self._count >= BODIES_MAX:
-                return node
+                return None
         source = None if code in active or not of_script(code.co_filename) else definition(code)
         if source is None:
-            return node
+            return None
         self._count += 1
         names = _Names(source, node, callee, f"{LOCAL}{self._count}", self._place[0])
         statements = [names.visit(statement) for statement in source.body]
@@ -275,6 +286,22 @@ class _Callee(NamedTuple):
     owner: ast.expr | None
     updates: bool
     given: int
+
+
+def _getter(node: ast.Attribute, place: tuple[str, int]) -> _Callee | None:
+    """Return the function that a read of the attribute ``node`` would run now: a property, or ``__getattr__``.
+
+    The result is None if there is no such function.
+    """
+    if not isinstance(node.ctx, ast.Load) or not chain(node.value):
+        return None
+    holder = _value(chain(node.value), place)
+    found = static_of(type(holder), node.attr)
+    if found is None and holder is not None and node.attr not in instance_of(holder):
+        getter = static_of(type(holder), "__getattr__")
+    else:
+        getter = found.fget if isinstance(found, property) else None
+    return _Callee(getter, node.value, updates=False, given=0) if isinstance(getter, FunctionType) else None
 
 
 def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
@@ -379,7 +406,7 @@ def instance_of(holder: object) -> dict[str, object]:
 
 def definition(code: CodeType) -> ast.FunctionDef | None:
     """Return a new syntax tree of a function; None if the source is not available, or if the function is a lambda."""
-    tree = _parsed(_text(code))
+    tree = parsed(_text(code))
     return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
 
 
@@ -391,13 +418,6 @@ def _text(code: CodeType) -> str:
         return textwrap.dedent("".join(inspect.getblock(lines))) if lines else ""
     except (SyntaxError, tokenize.TokenError):
         return ""
-
-
-def _parsed(text: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
 
 
 def parameters_of(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
@@ -453,9 +473,12 @@ class _Names(ast.NodeTransformer):
         self._same_file = function.__code__.co_filename == file
         self._locals = {*arguments, *stored} - declared
         self._given = dict(arguments_of(call, parameters[given:]))
-        self._same = {
+        self._same: dict[str, ast.expr] = {
             name: value for name, value in self._given.items() if chain(value) and name not in stored
         }
+        for name in arguments - self._given.keys() - stored - {self._self}:
+            if kept := name_of_default(function, name):
+                self._same[name] = ast.Name(kept, ast.Load())
 
     def bindings(self) -> Iterator[ast.stmt]:
         """Yield an assignment for each parameter that is not replaced by its argument."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
+from types import FunctionType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import owners_of, values_of
-from holdfast.session.variables.called_bodies import CallWithBody, chain
+from holdfast.session.variables.called_bodies import CallWithBody, chain, of_script, static_of
 
 Loop = ast.For | ast.While
 Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For
@@ -23,6 +24,11 @@ _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
 _CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove", "add", "discard")
 """Methods that write a dict, a list or a set. Other objects also have methods with these names."""
+_CHANGE_ARGUMENT = (
+    *("heappush", "heappop", "heapify", "heapreplace", "heappushpop", "shuffle"),
+    *("insort", "insort_left", "insort_right"),
+)
+"""Functions of the standard library and of NumPy that change their first argument."""
 _SETS = ("clear", "copy_", "fill_", "zero_")
 """Methods after which a container or a tensor has nothing of its earlier content."""
 
@@ -67,7 +73,10 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     items = list(_items(block))
     varying = {name for name in flow.written if not _is_own(name)}
     always, first = (_first_uses(items, names, flow.reads) for names in (set[str](), varying))
-    read = [name for name, writes in first.items() if not writes and name in flow.wanted]
+    # An element may be new in each step, or not there yet, so its container counts as well.
+    containers = {owner for name in flow.wanted for owner in owners_of(name) if _is_container(owner)}
+    wanted_names = flow.wanted | containers
+    read = [name for name, writes in first.items() if not writes and name in wanted_names]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
     return {
@@ -380,6 +389,11 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
                 yield from (use for use in inside if own.isdisjoint((use.name, *owners_of(use.name))))
         case ast.Name():
             yield _use(node.id, node)
+        case ast.Attribute(attr="data", value=owner, ctx=ast.Store()) if _is_tensor(chain(owner)):
+            yield VariableUse(chain(owner), True, None)
+        case ast.Attribute(value=ast.Subscript() as item, ctx=ast.Store()):
+            yield from _items(item)
+            yield VariableUse(_owner(item), True, None)
         case ast.Attribute() if name := chain(node):
             if not isinstance(node.value, ast.Name):
                 yield from _items(node.value)
@@ -396,14 +410,8 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
-        case ast.Call(func=ast.Attribute(attr=attribute, value=owner)) if (
-            not results and (name := _owner(owner)) and (attribute in _FILLS or _changes(name, attribute))
-        ):
-            if attribute not in _SETS:
-                yield VariableUse(name, False, None)
-            for child in (*node.args, *node.keywords) if attribute in _SETS else ast.iter_child_nodes(node):
-                yield from _items(child)
-            yield VariableUse(name, True, None)
+        case ast.Call() if not results and (change := _changed_by(node)) is not None:
+            yield from _change(node, *change)
         case CallWithBody() if results:
             for part in node.results():
                 yield from _items(part, results=True)
@@ -430,6 +438,32 @@ def leaves_turn(branch: Sequence[ast.stmt]) -> bool:
     return bool(branch) and isinstance(branch[-1], (*LEAVES, ast.Raise))
 
 
+def _change(call: ast.Call, name: str, whole: bool) -> Iterator[_Item]:
+    """Yield the uses of variables in ``call``, which changes the variable ``name`` (``whole``: all of it)."""
+    if not whole:
+        yield VariableUse(name, False, None)
+    for child in (*call.args, *call.keywords) if whole else ast.iter_child_nodes(call):
+        yield from _items(child)
+    yield VariableUse(name, True, None)
+
+
+def _changed_by(call: ast.Call) -> tuple[str, bool] | None:
+    """Return the variable that a call changes, and whether the call leaves nothing of its earlier content.
+
+    The result is None if no variable is known to change.
+    """
+    match call:
+        case ast.Call(func=ast.Attribute(attr=method, value=owner)) if (name := _owner(owner)) and (
+            method in _FILLS or _changes(name, method)
+        ):
+            return name, method in _SETS
+        case ast.Call(func=ast.Name(id=function) | ast.Attribute(attr=function), args=[changed, *_]) if (
+            function in _CHANGE_ARGUMENT and chain(changed)
+        ):
+            return chain(changed), False
+    return None
+
+
 def _owner(node: ast.expr) -> str:
     """Return the variable, attribute or element of which a method is called; empty if the owner is none of these."""
     if isinstance(node, ast.Subscript):
@@ -438,13 +472,37 @@ def _owner(node: ast.expr) -> str:
 
 
 def _changes(name: str, method: str) -> bool:
-    """Return whether ``name`` is now a dict, list, set or tensor that a call of ``method`` changes.
+    """Return whether ``name`` is now a container or tensor that a call of ``method``, of it or of an item, changes.
 
     The methods of a tensor that end with an underscore change it.
     """
+    if _has_objects_with(value_now(name), method):
+        return True
     if method.endswith("_") and not method.endswith("__"):
-        return hasattr(value_now(name), "dtype")
+        return _is_tensor(name)
     return method in _CHANGES and isinstance(value_now(name), dict | list | set)
+
+
+def _has_objects_with(value: object, method: str) -> bool:
+    """Return whether a method of this name may change the items of a container: objects of the script.
+
+    The items of an empty container are not known, so they count as such objects.
+    """
+    items = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(items, list | tuple) or not items:
+        return isinstance(items, list) and not hasattr(type(value), method)
+    found = static_of(type(items[0]), method)
+    return isinstance(found, FunctionType) and of_script(found.__code__.co_filename)
+
+
+def _is_container(name: str) -> bool:
+    """Return whether the variable ``name`` is now a dict or a list."""
+    return isinstance(value_now(name), dict | list)
+
+
+def _is_tensor(name: str) -> bool:
+    """Return whether the variable ``name`` is now a tensor or an array."""
+    return hasattr(value_now(name), "dtype")
 
 
 def _is_own(name: str) -> bool:

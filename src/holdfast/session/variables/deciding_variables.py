@@ -322,14 +322,15 @@ def _of_place(
     loops = loops_around(file, line)
     inside = inner[inner.index(loops[0]) :] if loops and update else []
     blocks = _blocks(inside)
-    full = with_bodies(place, [*loops, *blocks], inside_it) if loops else [scope]
+    tests = [node for node in inner if isinstance(node, ast.If)]
+    full = with_bodies(place, [*loops, *blocks, *tests], inside_it) if loops else [scope, *tests]
     for loop, body in zip(loops or [scope], full, strict=False):
-        conditions = [node.test for node in inner if isinstance(node, ast.If | ast.While)]
+        conditions = [node.test for node in full if isinstance(node, ast.If | ast.While)]
         conditions += [*_skips(loop, line), *(_leaving(body) if update and loops else [])]
         names = carried(body, [*conditions, *(sources(body, state) if update else [])])
         # Local variables of a function without a loop do not outlive its call.
         yield from ((name, partly) for name, partly in names.items() if loops or owners_of(name))
-    for block in full[len(loops) :] if loops else []:
+    for block in full[len(loops) : len(loops) + len(blocks)] if loops else []:
         yield from ((name, False) for name in _drawn(block))
 
 

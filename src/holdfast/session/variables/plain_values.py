@@ -1,14 +1,22 @@
 """The present values of variables of the script, as plain values that can be compared and saved.
 
-A number, a bool or a short text stands for itself. An array, a tensor on the CPU, a container and a generator become a
-text; different contents give different texts. Values of other types are left out.
+A number, a bool or a short text stands for itself. An array, a tensor on the CPU, a container, a generator and values
+of some types of the standard library (``Decimal``, ``timedelta``, an ``Enum``, bytes) become a text; different contents
+give different texts. Of an iterator over a list or a range, the text has the number of items that are left. Values of
+other types are left out.
 """
 
 from __future__ import annotations
 
+import array
+import datetime
+import decimal
+import fractions
+import itertools
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from types import GeneratorType
 from typing import Any
 
@@ -27,6 +35,11 @@ BYTES_MAX = 1 << 20
 LENGTH_MAX = 1000
 DEPTH_MAX = 3
 CONTAINERS = (list, tuple, dict, deque, set, frozenset)
+_SIMPLE = (
+    *(complex, bytes, bytearray, memoryview, array.array, range, Enum, itertools.count),
+    *(decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta),
+)
+"""Types whose values are compared by a text of their content."""
 GENERATOR = "a generator "
 """The begin of the text for a generator."""
 
@@ -75,10 +88,14 @@ def plain_values(values: Mapping[str, object], source: DescribesUpdates | None) 
             found[name] = position_of(value)[:TEXT_LENGTH_MAX]
         elif _is_small(value):
             found[name] = _as_text(value)
+        elif isinstance(value, _SIMPLE):
+            found[name] = _simple_as_text(value)
         elif isinstance(value, CONTAINERS):  # of objects, such as a pool of earlier images, or a long one
             found[name] = f"{len(value)} items"
         elif isinstance(value, NotAssigned):
             found[name] = "no value"  # only an earlier block assigns it, so a replacement has no value
+        elif isinstance(value, Iterator) and (left := _items_left(value)) is not None:
+            found[name] = f"an iterator with {left} items left"
         elif source is not None and (content := source.content_of(value, BYTES_MAX)) is not None:
             found[name] = f"a tensor {_content_as_text(content)}"
     return found
@@ -97,7 +114,7 @@ def _count(value: object, depth: int) -> int:
     Args:
         depth: largest number of containers around an item.
     """
-    if value is None or isinstance(value, bool | int | float | str | np.generic):
+    if value is None or isinstance(value, (bool, int, float, str, np.generic, *_SIMPLE)):
         return 1
     if not isinstance(value, CONTAINERS) or not depth or len(value) > LENGTH_MAX:
         return -1
@@ -130,7 +147,26 @@ def _without_kinds(value: Any) -> Any:
         if isinstance(value, set | frozenset):  # its order is of this process
             return sorted(items, key=repr)
         return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, _SIMPLE):
+        return _simple_as_text(value)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _simple_as_text(value: Any) -> str:
+    """Return a text for a value of one of the types in ``_SIMPLE``."""
+    text = f"{type(value).__name__} {value.tobytes().hex()}" if isinstance(value, memoryview) else repr(value)
+    return (
+        text
+        if len(text) <= TEXT_LENGTH_SHOWN
+        else f"{text[:20]}... with checksum {zlib.crc32(text.encode()):08x}"
+    )
+
+
+def _items_left(value: Iterator[Any]) -> int | None:
+    """Return the number of items that an iterator will yield; None if it does not know that."""
+    hint = getattr(type(value), "__length_hint__", None)
+    found = None if hint is None or type(value).__module__ != "builtins" else hint(value)
+    return found if isinstance(found, int) else None
 
 
 def _content_as_text(content: bytes) -> str:

@@ -6,12 +6,18 @@ take long, or wait for the device. So their digests are taken at the first updat
 its first update. If a digest is that of the first update of the job, and a later digest was another one, the script has
 begun the variable again (``variable_history.py``).
 
+Containers of objects (``[Meter() for _ in range(3)]``) have a digest of the plain values in the attributes of these
+objects, and of the tensors and arrays there.
+
 The ranks do not compare these digests, because the digests of two ranks may be of different steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from types import FunctionType, ModuleType
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.session.variables.plain_values import CONTAINERS
@@ -20,7 +26,9 @@ from holdfast.session.variables.variable_history import PlainValue
 FIRST_UPDATES = 3
 GROWTH_BITS = 2  # from the third update on, the number of updates grows by a factor of 4 between two digests
 ITEMS_MAX = 10_000
-"""Largest number of items in a container of which a digest is taken."""
+"""Largest number of values in a container of which a digest is taken."""
+DEPTH_MAX = 5
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class RareDigests:
@@ -67,8 +75,29 @@ class RareDigests:
         if self._source is None:
             return None
         if fresh or name not in self._newest:
-            self._newest[name] = self._source.digest_of(value)
+            found = self._source.digest_of(value)
+            if found is None:
+                parts = list(islice(_parts(value, self._source, DEPTH_MAX), ITEMS_MAX + 1))
+                found = zlib.crc32("".join(parts).encode()) if len(parts) <= ITEMS_MAX else None
+            self._newest[name] = found
         return self._newest[name]
+
+
+def _parts(value: object, source: DescribesUpdates, depth: int) -> Iterator[str]:
+    """Yield a text for each plain value, tensor and array in nested containers, and in the attributes of objects."""
+    if isinstance(value, _PLAIN):
+        yield repr(value)
+    elif hasattr(value, "dtype"):
+        yield repr(source.digest_of(value))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield repr(key) if isinstance(key, _PLAIN) else type(key).__name__
+            yield from _parts(item, source, depth - 1) if depth else ()
+    elif isinstance(value, CONTAINERS):
+        for item in value if not isinstance(value, set | frozenset) else ():
+            yield from _parts(item, source, depth - 1) if depth else ()
+    elif not isinstance(value, type | FunctionType | ModuleType):
+        yield from _parts(getattr(value, "__dict__", {}), source, depth - 1) if depth else ()
 
 
 def _is_rare(value: object, plain: PlainValue | None) -> bool:

@@ -22,6 +22,8 @@ _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 _GIVES_TENSORS = re.compile(r"(^|[._])(parameters|buffers|state_dict|get_parameter|get_buffer)$")
 """Methods of a module."""
 _IN_PLACE = ("copy_", "sub_", "add_")
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+"""Functions of torch that change gradients."""
 
 
 def sources(body: ast.AST, state: Set[str]) -> list[ast.AST]:
@@ -119,8 +121,8 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
     So does a call of a function with ``lr``, ``learning_rate`` or ``scheduler`` at the start of its name, or after a
     dot or an underscore in the name. So does the method ``step`` of a schedule of torch. A product in place (``*=``),
     of anything but a number, counts as an average of weights. Other changes in place count only for the names in
-    ``tensors``. All statements in the ``step`` of an optimizer of the script count. An assigned attribute of a
-    library's module counts as a setting of the loss (``dropout.p``).
+    ``tensors``. The limit of a clipped gradient counts. All statements in the ``step`` of an optimizer of the script
+    count. An assigned attribute of a library's module counts as a setting of the loss (``dropout.p``).
     """
     match node:
         case CallWithBody(updates=True, body=body):
@@ -132,6 +134,8 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
             return [value]
         case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
             return [loss, *arguments]
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _CLIPS:
+            return [*node.args, *(keyword.value for keyword in node.keywords)]
         case ast.Call(func=ast.Attribute(attr=name, value=tensor), args=arguments) if name in (
             "mul_",
             "lerp_",
