@@ -125,7 +125,7 @@ class SimInjector:
                 worker.save_error = True
                 self.world.save_errors += 1
             case "groups":
-                worker.own_groups = True
+                self.world.collectives.own_groups.add(worker.member_id)
             case "glitch":
                 self.world.collectives.break_off(worker.machine.generation)
                 worker.glitch()

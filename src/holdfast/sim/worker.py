@@ -92,7 +92,6 @@ class SimWorker(SimTraining):
         self._newest = order.generation
         self._answers: list[Settled] = []  # to the newest fence, the newest one last
         self._released = False
-        self.own_groups = False  # this process holds process groups that a replacement lacks
 
     # ---------------------------------------------------------------- process
 
@@ -310,8 +309,9 @@ class SimWorker(SimTraining):
 
         def built() -> None:
             self.busy = False
-            error = "the ranks hold different process groups" if self.own_groups else ""
-            self.report(GroupsBuilt(generation, error, differ=bool(error)))
+            differ = self.member_id in self.world.collectives.own_groups
+            error = "the ranks hold different process groups" if differ else ""
+            self.report(GroupsBuilt(generation, error, differ=differ))
             self.wait()
 
         self.later(self.world.jitter(*BUILD_S), "build", built)

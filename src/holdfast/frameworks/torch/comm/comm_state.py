@@ -164,6 +164,13 @@ class CommMoment(NamedTuple):
     block: int
 
 
+class Poisoning(NamedTuple):
+    """A poisoning of this process: its number, and its reason."""
+
+    number: int
+    reason: str
+
+
 class WaitTime:
     """The last span of time in which collectives of this process were in progress.
 
@@ -212,8 +219,7 @@ class CommState:
         self.start = ""
         self._lock = threading.RLock()
         self.moment = CommMoment(0, 0)
-        self._poisonings = 0
-        self._news = ""  # reason of the last poisoning
+        self._last = Poisoning(0, "")
         self.numbers = GroupNumbers()
         self._groups: list[Handle] = []
         self._pending: dict[int, Pending] = {}
@@ -309,8 +315,7 @@ class CommState:
         Waits end, sockets of gloo are shut down, and NCCL is aborted in the background. Idempotent; returns at once.
         """
         with self._lock:
-            self._poisonings += 1
-            self._news = reason
+            self._last = Poisoning(self._last.number + 1, reason)
             if not self.poisoned:
                 self.reason = reason
                 self.poisoned = True
@@ -552,8 +557,8 @@ class CommState:
 
         The function returns the reason of the newest poisoning, or an empty text if there was none.
         """
-        seen = self._poisonings
-        return lambda: self._news if self._poisonings != seen else ""
+        seen = self._last
+        return lambda: self._last.reason if self._last != seen else ""
 
     def reconfigure(self, generation: Generation) -> None:
         """Give every group new connections under ``generation``, and clear poison and loopback.
@@ -571,7 +576,7 @@ class CommState:
             looped = generation == self.generation and not self.poisoned and there
             if not looped and (generation < self.generation or (generation == self.generation and there)):
                 raise GroupError(f"groups of generation {generation} exist already; now {self.generation}")
-            seen = self._poisonings
+            seen = self._last
         if looped:
             self._end_loopback(groups)
             return
@@ -597,8 +602,8 @@ class CommState:
                 group.meet(generation, self.numbers.changes(keys))
             group.rebuild(generation)
         with self._lock:
-            if self._poisonings != seen:
-                raise GroupError(f"another fault while the groups were rebuilt: {self._news}")
+            if self._last != seen:
+                raise GroupError(f"another fault while the groups were rebuilt: {self._last.reason}")
             self.poisoned = False
             self.reason = ""
             self.looped = False
