@@ -13,7 +13,7 @@ def opened(*present: GroupKey) -> GroupNumbers:
     """Return the numbers of a process whose session is open."""
     numbers = GroupNumbers()
     for key in present:
-        assert numbers.number(key.ranks) == key.ordinal
+        assert numbers.number(key.ranks, key.place) == key.ordinal
     numbers.session_opens(present)
     return numbers
 
@@ -62,8 +62,17 @@ def test_other_ranks_have_another_digest() -> None:
 def test_a_generation_counts_on_from_the_groups_that_are_left() -> None:
     """A replacement has not made the destroyed groups."""
     survivor, replacement = opened(WORLD, SETUP), opened(WORLD, SETUP)
-    assert [survivor.number((0, 1)) for _ in range(3)] == [1, 2, 3]
-    assert survivor.number((2, 3)) == 0
+    assert [survivor.number((0, 1), "train.py:31") for _ in range(3)] == [1, 2, 3]
+    assert survivor.number((2, 3), "train.py:31") == 0
     for numbers in (survivor, replacement):
         numbers.restart([WORLD, SETUP])
-        assert (numbers.number((0, 1)), numbers.number((2, 3)), numbers.number(())) == (1, 0, 1)
+        assert [numbers.number(ranks, "") for ranks in ((0, 1), (2, 3), ())] == [1, 0, 1]
+
+
+def test_a_group_that_was_made_once_counts_after_its_end() -> None:
+    """A replacement would make it alone. Groups that are made again and again are made by all ranks together."""
+    numbers = opened(WORLD)
+    numbers.number((0, 1), "library.py:8")
+    assert [change.places for change in numbers.changes([WORLD])] == [["library.py:8"]]
+    numbers.number((0, 1), "library.py:8")
+    assert numbers.changes([WORLD]) == []

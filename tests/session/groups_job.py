@@ -8,6 +8,7 @@ KILLED is killed once, in the block of STEP. WAY is one of these:
 - ``inside``: in the block; ``killed-there``: where rank 1 makes it, the rank is killed in place of KILLED;
 - ``each``: in each block, another one;
 - ``ended``: after the block, at every fourth step, and destroyed one step later;
+- ``once``: after the first block from MADE on in each process, and destroyed at once;
 - ``setup-ended``: before the session, and destroyed after the block of MADE.
 """
 
@@ -33,12 +34,17 @@ MEMBERS = [0, 1]
 STEPS = 12
 
 
+def value_of(loss: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a loss, to be summed."""
+    return loss.detach().double().clone()
+
+
 class Job:
     """The group, and the sums over its ranks."""
 
     def __init__(self, way: str, made: int, killed: str) -> None:
         self.way, self.made, self.killed = way, made, killed
-        self.rank = dist.get_rank()
+        self.rank, self.ready = dist.get_rank(), False
         self.group: dist.ProcessGroup | None = None
         if way == "setup-ended":
             self.make(-1)
@@ -65,9 +71,13 @@ class Job:
 
     def use(self, step: int, value: torch.Tensor) -> None:
         """Write the sum of a value over the ranks of the group."""
-        total = value.detach().double().clone()
+        total = value_of(value)
         if self.rank in MEMBERS:
             dist.all_reduce(total, group=self.group)
+        self.write(step, total)
+
+    def write(self, step: int, total: torch.Tensor) -> None:
+        """Write a sum to the file of this step."""
         Path(f"sum-{self.rank}-{step:02d}").write_text(repr(total.item()))
 
     def before(self, step: int) -> None:
@@ -94,6 +104,14 @@ class Job:
         if self.way == "ended" and step % 4 == self.made:
             self.make(step)
             self.use(step, loss)
+        if self.way == "once" and step >= self.made:
+            if not self.ready:
+                self.make(step)
+                self.end()
+                self.ready = True
+            total = value_of(loss)
+            dist.all_reduce(total)
+            self.write(step, total)
         if self.way == "setup-ended" and step == self.made:
             self.end()
 

@@ -80,14 +80,23 @@ def test_groups_made_in_each_block_leave_the_job_undisturbed(
     assert results == calm("each", 0) and answers(tmp_path) == AGAIN, output
 
 
-@pytest.mark.parametrize("killed", ["1:3", pytest.param("1:2", marks=pytest.mark.more)])
+@pytest.mark.parametrize("killed", ["1:7", pytest.param("1:2", marks=pytest.mark.more)])
 def test_a_group_made_after_others_were_destroyed_connects_all_ranks(
     tmp_path: Path, calm: Callable[..., Mapping[str, str]], killed: str
 ) -> None:
     """Regression: the survivors had counted the destroyed group, and waited in the next one for the replacement."""
     output, results = run(tmp_path, "ended", 1, killed)
     assert results == calm("ended", 1) and "1 fault, 0 steps lost" in output, output
-    assert answers(tmp_path) == (["replace"] if killed == "1:3" else AGAIN)
+    assert answers(tmp_path) == (["replace"] if killed == "1:7" else AGAIN)
+
+
+def test_a_group_that_a_process_makes_once_and_destroys_costs_one_restart_of_all(
+    tmp_path: Path, calm: Callable[..., Mapping[str, str]]
+) -> None:
+    """Regression: the replacement made it alone, as in ignite's first metric, and the job hung."""
+    output, results = run(tmp_path, "once", 3, "1:6")
+    assert results == calm("once", 3) and "1 fault, 0 steps lost" in output, output
+    assert answers(tmp_path) == AGAIN
 
 
 @pytest.mark.more

@@ -169,7 +169,8 @@ def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
     if client is not None and state.flight is None:
         state.flight = client.flight
     ranks = tuple(asked.global_ranks_in_group)
-    ordinal = state.numbers.number(ranks)
+    place = next(map(place_of, frames_outside((OURS, _TORCH))), "")
+    ordinal = state.numbers.number(ranks, place)
     spec = GroupSpec(
         name=_name(ranks, ordinal),
         order=(ranks, ordinal),
@@ -179,7 +180,7 @@ def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
         timeout=asked.timeout,
         options=request.options,
         device=request.device,
-        place=next(map(place_of, frames_outside((OURS, _TORCH))), ""),
+        place=place,
     )
     return ReconfigurableGroup(state, spec, asked.store)
 

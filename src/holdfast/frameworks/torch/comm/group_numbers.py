@@ -9,6 +9,10 @@ after the session was opened. Most scripts have no changes, and then nothing is 
 
 A group that was made late is also known by the line of code that made it: two groups of the same ranks may have been
 made in different places.
+
+A library may make a group once in each process, and destroy it at once (ignite's first metric). A replacement would
+make it alone. So a group that was made late, only once at its line, also counts after its end. A group that is made
+again and again does not: all ranks make the next one together.
 """
 
 from __future__ import annotations
@@ -54,10 +58,15 @@ class GroupNumbers:
 
     def __init__(self) -> None:
         self._made: Counter[Ranks] = Counter()
+        self._late: Counter[tuple[Ranks, str]] = (
+            Counter()
+        )  # groups made after the opening, by the line that made them
         self._opened: frozenset[GroupKey] | None = None  # None: no session was opened
 
-    def number(self, ranks: Ranks) -> int:
-        """Return the ordinal of the group of ``ranks`` that is made now."""
+    def number(self, ranks: Ranks, place: str) -> int:
+        """Return the ordinal of the group of ``ranks`` that is made now, at the line ``place``."""
+        if ranks and self._opened is not None:
+            self._late[ranks, place] += 1
         self._made[ranks] += 1
         return self._made[ranks] - 1
 
@@ -84,15 +93,26 @@ class GroupNumbers:
         if opened is None:
             return []
         now = frozenset(present)
-        changed = sorted({key.ranks for key in now ^ opened if key.ranks})
-        return [_change(ranks, [key for key in now if key.ranks == ranks], opened) for ranks in changed]
+        once = [late for late, count in self._late.items() if count == 1]
+        changed = {key.ranks for key in now ^ opened if key.ranks} | {ranks for ranks, _ in once}
+        return [
+            _change(
+                ranks,
+                [key for key in now if key.ranks == ranks],
+                opened,
+                [place for others, place in once if others == ranks],
+            )
+            for ranks in sorted(changed)
+        ]
 
 
-def _change(ranks: Ranks, held: Iterable[GroupKey], opened: Collection[GroupKey]) -> GroupChange:
-    """Return the change of the groups of ``ranks``, now ``held``.
+def _change(
+    ranks: Ranks, held: Iterable[GroupKey], opened: Collection[GroupKey], once: Sequence[str]
+) -> GroupChange:
+    """Return the change of the groups of ``ranks``, now ``held``. ``once``: lines that have made one late group.
 
     The place counts only for a group that was made late: before the session, ranks may make a group in different lines.
     """
     known = sorted((key.ordinal, "" if key in opened else key.place) for key in held)
-    digest = xxhash.xxh3_64_hexdigest(repr((ranks, known)).encode())
-    return GroupChange(ranks, digest, sorted({place for _, place in known if place}))
+    digest = xxhash.xxh3_64_hexdigest(repr((ranks, known, sorted(once))).encode())
+    return GroupChange(ranks, digest, sorted({place for _, place in known if place} | set(once)))
