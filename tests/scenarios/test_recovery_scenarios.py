@@ -7,7 +7,7 @@ an input line, from left to right:
   ``compare`` replacements receive compared copies only. With ``restart`` all workers are restarted at each fault;
 - ``dies RANK STATE STEP``, ``exits RANK``: a process ends by a signal, or as it was ordered to;
 - ``fails RANK``: the script raises an error that the user must correct; ``breaks RANK``: a collective of this rank
-  breaks;
+  breaks; ``differs RANK``: this rank holds other process groups than another one;
 - ``settles RANK STATE STEP``: an answer to the fence; with ``away`` the script has left its loop;
 - ``digests RANK STEP VALUE``, ``writes RANK``, ``offers RANK STEP``: actions of a source. The last share that is
   written seals the checkpoint;
@@ -54,6 +54,7 @@ from holdfast.core.protocol.messages import (
     Settle,
     StartMembers,
     StateOffered,
+    StateRefused,
     StepReached,
     StopRun,
     Tick,
@@ -156,6 +157,9 @@ class RecoveryPlayer:
 
     def _fails(self, rank: str) -> None:
         fail(self.job, int(rank), user_error=True)
+
+    def _differs(self, rank: str) -> None:
+        self.job.post(StateRefused(**self._member(rank), step=5, reason="other groups", alone=True))
 
     def _breaks(self, rank: str) -> None:
         self.job.post(FaultSeen(**self._member(rank), step=5, what="reset"))

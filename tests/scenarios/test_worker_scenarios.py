@@ -11,8 +11,8 @@ an input line, from left to right:
 - the name of an event of ``core/worker/position.py``;
 - ``fence G``, ``settle G STEP THEN``, ``resume G STEP``: messages in generation G; ``settle`` with ``digests``,
   ``save`` or ``rewind=N``;
-- ``unserved G``, ``waits``, ``restored G STEP``, ``built G``, ``not-built G``, ``ended G``, ``trained``, ``other``:
-  reports of the shell;
+- ``unserved G``, ``waits``, ``restored G STEP``, ``built G``, ``not-built G``, ``differ G``, ``ended G``, ``trained``,
+  ``other``: reports of the shell;
 - ``after S``: S seconds pass, and timers that are over post their event.
 
 The output has the commands, and the orders that wait. To write the output of changed files:
@@ -73,6 +73,7 @@ from holdfast.errors import HoldfastError
 from tests.scenarios.scenario_texts import with_output
 
 HERE = Path(__file__).parent / "worker"
+BUILT = {"built": "", "not-built": "a peer is lost", "differ": "other groups"}
 ME = MemberId(1)
 E = ScriptEvent
 
@@ -116,7 +117,7 @@ class WorkerPlayer:
             return []
         if verb == "after":
             return self._pass(float(words[0]))
-        if verb in ("fence", "settle", "resume", "unserved", "restored", "built", "not-built", "ended"):
+        if verb in (*("fence", "settle", "resume", "unserved", "restored"), *BUILT, "ended"):
             return self._report(self._message(verb, generation(words[0]), words[1:]))
         reports: dict[str, Message] = {
             "waits": WAIT_REACHED,
@@ -160,7 +161,7 @@ class WorkerPlayer:
                 return StateRestored(int(words[0]), number)
             case "ended":
                 return OrderEnded(number)
-        return GroupsBuilt(number, error="a peer is lost" if verb == "not-built" else "")
+        return GroupsBuilt(number, BUILT[verb], differ=verb == "differ")
 
     def _pass(self, seconds_s: float) -> list[Command]:
         self.now_s += seconds_s
@@ -240,7 +241,7 @@ class WorkerPlayer:
             case BuildGroups():
                 return f"-> build the groups of {command.generation}"
             case ReportBroken():
-                return f"-> report: {command.reason}"
+                return f"-> report{' that no retry helps' * command.differ}: {command.reason}"
             case ContinueStep():
                 return f"-> continue in {command.generation}"
         return f"-> {type(command).__name__}"

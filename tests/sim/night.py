@@ -30,7 +30,7 @@ RUNS_PER_TASK = 200
 HOSTS_EVERY = 2
 CLUSTERED: tuple[FaultKind, ...] = (
     *("kill", "kill", "kill", "controller", "controller", "agent", "raise", "glitch", "exit", "stop"),
-    *("save_error", "ask_exit"),
+    *("save_error", "ask_exit", "groups"),
 )
 Coverage = Counter[tuple[str, str]]
 

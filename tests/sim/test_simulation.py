@@ -15,7 +15,7 @@ from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
 from holdfast.core.protocol.health_messages import StateDigests
 from holdfast.core.protocol.messages import JoinAsked, Joined, LogRecord, Message, StateOffered
 from holdfast.exit_codes import Exit
-from holdfast.sim.faults import SimFault, random_faults
+from holdfast.sim.faults import FaultKind, SimFault, random_faults
 from holdfast.sim.sim_result import SimResult
 from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import World, run_sim
@@ -133,6 +133,21 @@ def test_a_torn_update_costs_no_step() -> None:
         assert (result.code, result.step) == (Exit.OK, 12)
         actions |= {r.data["action"] for r in result.records if r.kind == "verdict"}
     assert "replace" in actions
+
+
+@pytest.mark.parametrize("kind", ["kill", "glitch"])
+def test_ranks_with_different_groups_all_start_again_once(kind: FaultKind) -> None:
+    """A retry or another replacement would meet the same groups."""
+    faults = (SimFault(kind="groups", at_s=0.4, rank=2), SimFault(kind=kind, at_s=0.5, rank=1))
+    found = set()
+    for seed in range(20):
+        result = run_sim(4, seed, faults)
+        assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}"
+        assert all(r.data["steps_lost"] == 0 for r in result.records if r.kind == "recovered")
+        found.add(tuple(r.data["action"] for r in result.records if r.kind == "verdict"))
+    in_place = "replace" if kind == "kill" else "retry_in_place"
+    assert (in_place, "restart_last_gasp") in found
+    assert all(len(actions) <= 2 and actions[-1:] in ((), ("restart_last_gasp",)) for actions in found)
 
 
 def test_a_deadline_in_a_recovery_starts_no_process() -> None:

@@ -91,6 +91,7 @@ class Collectives:
 
     def __init__(self, scene: CollectivesScene) -> None:
         self.scene = scene
+        self.own_groups: set[MemberId] = set()  # processes that hold groups which a replacement lacks
         self._groups: dict[Generation, SimGroup] = {}
 
     def group(self, generation: Generation) -> SimGroup:

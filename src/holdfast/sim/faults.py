@@ -24,6 +24,7 @@ FaultKind = Literal[
     "controller",  # the controller dies; its agent starts the next term
     "agent",  # the agent of the rank's node dies; the launcher starts a successor
     "flip",  # a bit in the state of a living rank changes
+    "groups",  # a rank makes a process group that a replacement will not make
     "spare",  # a spare on the rank's node dies
     "ask_exit",  # a user requests a graceful exit
 ]

@@ -124,6 +124,8 @@ class SimInjector:
             case "save_error":
                 worker.save_error = True
                 self.world.save_errors += 1
+            case "groups":
+                self.world.collectives.own_groups.add(worker.member_id)
             case "glitch":
                 self.world.collectives.break_off(worker.machine.generation)
                 worker.glitch()

@@ -213,7 +213,7 @@ class SimWorker(SimTraining):
         holders = [int(r) for r in order.sources if int(r) % shards == self.rank % shards]
         found = [step for rank in holders if (step := self.world.fetch(self, rank)) is not None]
         if not memory.sound(self.rank, order):
-            self._refuse(order.generation, order.step)
+            self._refuse(order.generation, order.step, "a flipped bit")
             return
         if not (order.kept or order.replays or found):  # every holder has died since the order was sent
             self.later(0.01, "exit", lambda: self.world.died(self, 1, None))
@@ -225,9 +225,11 @@ class SimWorker(SimTraining):
         joined = Joined(member_id=self.member_id, generation=self.machine.generation, step=self.machine.step)
         self.later(self.world.jitter(0.05, 0.2), "join", lambda: self.send(joined))
 
-    def _refuse(self, generation: Generation, step: int) -> None:
+    def _refuse(self, generation: Generation, step: int, reason: str, *, alone: bool = False) -> None:
         self.send(
-            StateRefused(member_id=self.member_id, generation=generation, step=step, reason="a flipped bit")
+            StateRefused(
+                member_id=self.member_id, generation=generation, step=step, reason=reason, alone=alone
+            )
         )
 
     # ---------------------------------------------------------------- control plane
@@ -295,6 +297,8 @@ class SimWorker(SimTraining):
                 self.report(StateRestored(command.step, command.generation))
             case BuildGroups():
                 self._build(command.generation)
+            case ReportBroken() if command.differ:
+                self._refuse(command.generation, self.machine.step, command.reason, alone=True)
             case ReportBroken():
                 self.fault_seen(command.reason)
             case ContinueStep():
@@ -305,7 +309,9 @@ class SimWorker(SimTraining):
 
         def built() -> None:
             self.busy = False
-            self.report(GroupsBuilt(generation))
+            differ = self.member_id in self.world.collectives.own_groups
+            error = "the ranks hold different process groups" if differ else ""
+            self.report(GroupsBuilt(generation, error, differ=differ))
             self.wait()
 
         self.later(self.world.jitter(*BUILD_S), "build", built)
@@ -338,7 +344,7 @@ class SimWorker(SimTraining):
 
                 self.later(self.world.jitter(0.001, 0.005), "vouch", vouch)
             case OrderKind.GO_BACK if not memory.verify(self.rank, settle.rewind):
-                self._refuse(settle.generation, settle.rewind)
+                self._refuse(settle.generation, settle.rewind, "a flipped bit")
                 ended()
             case OrderKind.GIVE | OrderKind.GO_BACK:
                 self.send(

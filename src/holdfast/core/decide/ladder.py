@@ -111,6 +111,8 @@ class Retry(Rung, frozen=True):
             return "a minority of the nodes only saves"
         if not situation.all_alive:
             return "a rank is lost"
+        if situation.apart:
+            return situation.apart
         if not situation.all_sound:
             return situation.unequal or "a rank is not at the step, and cannot be brought there"
         retries = sum(1 for a in case.history if a.action == "retry_in_place" and a.step == case.step)

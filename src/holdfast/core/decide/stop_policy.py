@@ -126,6 +126,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     )
     # Why lost ranks cannot be replaced while the others keep their processes; empty: they can.
     unreplaceable: str
+    apart: str = ""  # why the ranks cannot continue together in their processes; empty: they can
     uncovered: str  # why a last-gasp checkpoint cannot be complete; empty: it can
     checkpoint_known: bool  # this run knows of a sealed checkpoint, or one is being written
     minority: bool = False  # no majority of the agents is reached: this side saves and leaves

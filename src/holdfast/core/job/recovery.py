@@ -242,9 +242,9 @@ class Recovery:
                 self.remind(newcomer)
 
     def refused(self, now: float, member: Member, refusal: StateRefused) -> None:
-        """Handle a refusal: the state in the memory of a rank is damaged, or no newcomer can join.
+        """Handle a refusal: the state in the memory of a rank is damaged, or the ranks cannot continue in place.
 
-        A new fence then leads to another decision, without that state.
+        A new fence then leads to another decision, without that state or without these processes.
         """
         self.job.record("state_refused", rank=member.rank, step=refusal.step, reason=refusal.reason)
         if refusal.alone:
@@ -253,6 +253,8 @@ class Recovery:
             self.job.forget_held(member.rank)
         if self.rules.then == "replace":
             self.fence(now, f"rank {member.rank} refuses its state: {refusal.reason}")
+        elif refusal.alone and self.phase == "resuming_in_place":
+            self.fence(now, f"rank {member.rank} cannot continue in place: {refusal.reason}")
 
     def join_asked(self, member: Member) -> None:
         """Handle the request of a newcomer for its state."""

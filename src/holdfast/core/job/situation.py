@@ -87,6 +87,7 @@ class Survey:
             minority=bool(job.config.alone),
             left=job.agreed_step is not None and job.agreed_step == job.step <= job.sealed_step,
             unreplaceable=not_beside or no_holder,
+            apart=self.replacement.refusal,
             unequal=job.unequal,
             memory_here=NONE if not_beside or self._unpublished() else self._memory_here(decided, answers),
             memory_step=self._memory_step(decided, answers),

@@ -178,7 +178,7 @@ class StateRefused(Message, frozen=True):
     """Report that this rank's state of ``step`` in memory cannot be used: it does not fit its digest and was dropped.
 
     The controller decides again. With ``alone`` the state is sound, but no newcomer can receive it while the other
-    ranks keep their processes. All ranks then have to start again.
+    ranks keep their processes, or the ranks hold different process groups. All ranks then have to start again.
     """
 
     member_id: MemberId

@@ -96,10 +96,14 @@ class StateRestored(Message, frozen=True):
 
 
 class GroupsBuilt(Message, frozen=True):
-    """Report of the shell that the process groups of a generation are built. ``error``: why they could not be built."""
+    """Report of the shell that the process groups of a generation are built.
+
+    ``error``: why they could not be built. ``differ``: because the ranks hold different groups.
+    """
 
     generation: Generation
     error: str = ""
+    differ: bool = False
 
 
 # ---------------------------------------------------------------- commands to the shell
@@ -144,10 +148,14 @@ class BuildGroups(Command, frozen=True):
 
 
 class ReportBroken(Command, frozen=True):
-    """Command to report to the controller that the process groups of a generation could not be built."""
+    """Command to report to the controller that the process groups of a generation could not be built.
+
+    ``differ``: the ranks hold different groups, so they cannot continue in their processes.
+    """
 
     generation: Generation
     reason: str
+    differ: bool = False
 
 
 class ContinueStep(Command, frozen=True):
@@ -402,7 +410,7 @@ class WorkerMachine:
         if event.error:
             # Another fault came while the groups were built, or they cannot be built in this process.
             if not self._is_overtaken(generation):
-                found.append(ReportBroken(generation=generation, reason=event.error))
+                found.append(ReportBroken(generation=generation, reason=event.error, differ=event.differ))
         elif self._steps.retry(generation):
             self._resumed_in = generation
             self._resume = self._ordered = (

@@ -29,6 +29,10 @@ class Unsevered(GroupError):
     """The error of a process that hangs forever in a broken collective. Another process must take its seat."""
 
 
+class GroupsDiffer(GroupError):
+    """The error of ranks that hold different process groups: they cannot continue together, and no retry helps."""
+
+
 class Collected(Protocol):
     """The training state of one rank at one moment, as a ``TensorSource``: the store's interface for data to save."""
 

@@ -208,6 +208,7 @@ class TorchAdapter:
         each collective.
         """
         self._hooks = hooks
+        self._fabric.session_opens()
         self._fabric.on_poison(on_fault)
         self._fabric.on_collective(on_collective, hooks.waited)
         private_api.callback_handler.register_start_callback(self._compile_begins)

@@ -70,7 +70,7 @@ class StateSource:
         client: WorkerClient,
         collect: Callable[[bool], tuple[Collected, Mapping[str, object]]],
         memory: MemoryTierQuery,
-        refuse: Callable[[Generation, int, CheckpointInvalid], None],
+        refuse: Callable[[Generation, int, str], None],
     ) -> None:
         self._memory = memory
         self._refuse = refuse
@@ -89,7 +89,7 @@ class StateSource:
         try:
             self._memory.verify(settle.rewind)
         except CheckpointInvalid as error:
-            self._refuse(settle.generation, settle.rewind, error)
+            self._refuse(settle.generation, settle.rewind, error.message)
         except HoldfastError as error:
             # No report: the time limit for joining ends the wait of the newcomers.
             log.error("holdfast: this rank cannot go back: %s", error)
@@ -185,7 +185,7 @@ def take_over(
             return tier.load(order.step, order.turns)
         return take(adapter, client, order, tier.replay(order.step))
     except CheckpointInvalid as error:
-        rank.refuse(order.generation, order.step, error)
+        rank.refuse(order.generation, order.step, error.message)
         rank.await_end()
 
 

@@ -31,7 +31,6 @@ from holdfast.core.protocol.messages import (
     OUTSIDE_TOLD_MAX,
     OutsideCollective,
     OutsideCollectives,
-    StateRefused,
 )
 from holdfast.core.worker.position import ScriptEvent, ScriptPosition
 from holdfast.session.steps.participant import StepParticipant
@@ -106,7 +105,7 @@ class CollectiveGuard:
         return OutsideCollective(f"{what} at {described(places)}"[:WHAT_LENGTH_MAX], names)
 
     def _check(self) -> None:
-        rank, client = self._rank, self._rank.client
+        rank = self._rank
         if rank.script.repeats and not self._warned:
             self._warned = True
             log.warning(
@@ -114,18 +113,10 @@ class CollectiveGuard:
                 "different steps; write `if ... and not step.again:` around it",
                 rank.step,
             )
-        if not rank.joining or client is None:
+        if not rank.joining or rank.client is None:
             return
         log.warning("holdfast: %s: all ranks start again at step %d", WHY, rank.step)
-        client.send(
-            StateRefused(
-                member_id=rank.member_id,
-                generation=rank.machine.generation,
-                step=rank.step,
-                reason=WHY,
-                alone=True,
-            )
-        )
+        rank.refuse(rank.machine.generation, rank.step, WHY, alone=True)
         # This process keeps its state for the fence to come, but no decision lets it continue from here.
         rank.moved(ScriptEvent.STRAYED)
         rank.await_end()

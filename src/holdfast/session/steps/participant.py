@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -66,11 +67,13 @@ from holdfast.core.worker.worker_machine import (
 )
 from holdfast.errors import CheckpointInvalid, GroupError
 from holdfast.exit_codes import Exit
-from holdfast.frameworks.common.adapter import GroupAdapter, Unsevered
+from holdfast.frameworks.common.adapter import GroupAdapter, GroupsDiffer, Unsevered
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.steps.block_timer import BlockTimer
 from holdfast.session.steps.order_tasks import POLL_S, OrderTasks
 from holdfast.session.steps.participant_calls import ParticipantCalls
+
+log = logging.getLogger("holdfast")
 
 TEXT_LENGTH_MAX = 1000
 NO_MEMBER = MemberId(0)
@@ -257,6 +260,8 @@ class StepParticipant:
                 self.client.page[Word.FREED_NS] = self._waiting_since_ns
                 if self.machine.state == "aborted":
                     self.client.page.place(self.step, Phase.ABORTED)
+            case ReportBroken() if command.differ:
+                self.refuse(command.generation, self.step, command.reason, alone=True)
             case ReportBroken():
                 self._tell_fault(command.generation, command.reason)
             case ContinueStep() if self.client is not None:
@@ -494,16 +499,29 @@ class StepParticipant:
             self._adapter.reconfigure(generation)
         except Unsevered:
             leave_process(Exit.RESTART)
+        except GroupsDiffer as error:
+            log.warning(
+                "holdfast: %s: all ranks start again at step %d; %s", error.message, self.step, error.hint
+            )
+            return GroupsBuilt(generation, error=error.message, differ=True)
         except GroupError as error:
             return GroupsBuilt(generation, error=str(error))
         return GroupsBuilt(generation)
 
-    def refuse(self, generation: Generation, step: int, error: CheckpointInvalid) -> None:
-        """Report that this rank's state of ``step`` in the memory tier is damaged. A new decision follows."""
+    def refuse(self, generation: Generation, step: int, reason: str, *, alone: bool = False) -> None:
+        """Report that this rank's state of ``step`` in the memory tier is damaged. A new decision follows.
+
+        With ``alone`` the state is sound, and the ranks cannot continue in their processes.
+        """
         if self.client is not None:
-            why = error.message[:TEXT_LENGTH_MAX]
             self.client.send(
-                StateRefused(member_id=self.member_id, generation=generation, step=step, reason=why)
+                StateRefused(
+                    member_id=self.member_id,
+                    generation=generation,
+                    step=step,
+                    reason=reason[:TEXT_LENGTH_MAX],
+                    alone=alone,
+                )
             )
 
     def await_receive(self) -> Receive:

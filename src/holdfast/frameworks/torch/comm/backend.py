@@ -14,7 +14,6 @@ import hashlib
 import inspect
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +37,14 @@ from holdfast.frameworks.torch.probing import Feature
 from holdfast.runtime.node import deferred_rank
 from holdfast.runtime.node.torch_build import VARIABLE, all_restart, why_untouched
 from holdfast.runtime.worker.process_place import refuse_started_by_script
+from holdfast.runtime.worker.script_frames import OURS, frames_outside, place_of
 
 __all__ = ["GroupAborted", "fabric", "install", "installed", "untouched"]
 
 BACKEND = "holdfast"
 _NAME_SIZE_MAX = 64
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
-_made: Counter[tuple[int, ...]] = Counter()
 _untouched: list[str] = []  # empty, or one reason
 log = logging.getLogger("holdfast")
 
@@ -169,8 +169,8 @@ def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
     if client is not None and state.flight is None:
         state.flight = client.flight
     ranks = tuple(asked.global_ranks_in_group)
-    ordinal = _made[ranks]
-    _made[ranks] += 1
+    place = next(map(place_of, frames_outside((OURS, _TORCH))), "")
+    ordinal = state.numbers.number(ranks, place)
     spec = GroupSpec(
         name=_name(ranks, ordinal),
         order=(ranks, ordinal),
@@ -180,6 +180,7 @@ def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
         timeout=asked.timeout,
         options=request.options,
         device=request.device,
+        place=place,
     )
     return ReconfigurableGroup(state, spec, asked.store)
 

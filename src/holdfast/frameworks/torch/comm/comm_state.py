@@ -34,6 +34,7 @@ import torch.distributed as dist
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, StepError
 from holdfast.frameworks.common.adapter import Aborted, OnCollective, Unsevered
+from holdfast.frameworks.torch.comm.group_numbers import GroupChange, GroupKey, GroupNumbers
 from holdfast.frameworks.torch.comm.nccl_abort import Abort, Abortable
 from holdfast.frameworks.torch.comm.setup_record import place_in_script_of_call
 from holdfast.runtime.node.flight_recorder import Flight
@@ -104,11 +105,21 @@ class Handle(Protocol):
     def inner(self) -> Inner | None: ...
 
     @property
+    def key(self) -> GroupKey:
+        """The identity of this group in this process."""
+
+    @property
     def built_in(self) -> Generation | None:
         """The generation in which ``inner`` was built; None if there is no inner group."""
 
-    def meet(self, generation: Generation) -> None:
-        """Wait until every rank is about to rebuild its groups. Raises: GroupError."""
+    def meet(self, generation: Generation, changes: Sequence[GroupChange]) -> None:
+        """Wait until every rank is about to rebuild its groups, and compare ``changes`` with the ranks they concern.
+
+        Raises: GroupsDiffer: a rank holds other groups. GroupError: not every rank came.
+        """
+
+    def connect(self) -> None:
+        """Connect a group that was made while its process had no peers. Raises: GroupError."""
 
     def rebuild(self, generation: Generation) -> None:
         """Replace the inner group by a new one of ``generation``.
@@ -151,6 +162,13 @@ class CommMoment(NamedTuple):
 
     epoch: int
     block: int
+
+
+class Poisoning(NamedTuple):
+    """A poisoning of this process: its number, and its reason."""
+
+    number: int
+    reason: str
 
 
 class WaitTime:
@@ -201,8 +219,8 @@ class CommState:
         self.start = ""
         self._lock = threading.RLock()
         self.moment = CommMoment(0, 0)
-        self._poisonings = 0
-        self._news = ""  # reason of the last poisoning
+        self._last = Poisoning(0, "")
+        self.numbers = GroupNumbers()
         self._groups: list[Handle] = []
         self._pending: dict[int, Pending] = {}
         self._graveyard: list[Inner] = []
@@ -221,6 +239,11 @@ class CommState:
         return self.moment.epoch
 
     # ------------------------------------------------------------------ modes
+
+    @property
+    def cut_off(self) -> bool:
+        """True if a peer is lost and this process is in a block: what it begins now ends without its peers."""
+        return self.poisoned and (self.shielded or self.sealed)
 
     def shield(self, on: bool) -> None:
         """Switch the shield on or off. It is on inside a step before its vote.
@@ -292,8 +315,7 @@ class CommState:
         Waits end, sockets of gloo are shut down, and NCCL is aborted in the background. Idempotent; returns at once.
         """
         with self._lock:
-            self._poisonings += 1
-            self._news = reason
+            self._last = Poisoning(self._last.number + 1, reason)
             if not self.poisoned:
                 self.reason = reason
                 self.poisoned = True
@@ -480,6 +502,10 @@ class CommState:
         with self._lock:
             return list(self._groups)
 
+    def session_opens(self) -> None:
+        """Record the present groups: a replacement makes them as well (``group_numbers.py``)."""
+        self.numbers.session_opens([group.key for group in self.groups()])
+
     def drop(self, group: Handle) -> None:
         """Unregister a group that the user destroyed.
 
@@ -531,28 +557,29 @@ class CommState:
 
         The function returns the reason of the newest poisoning, or an empty text if there was none.
         """
-        seen = self._poisonings
-        return lambda: self._news if self._poisonings != seen else ""
+        seen = self._last
+        return lambda: self._last.reason if self._last != seen else ""
 
     def reconfigure(self, generation: Generation) -> None:
         """Give every group new connections under ``generation``, and clear poison and loopback.
 
         All ranks of the generation call this method. If the groups of this generation exist and the process is not
-        poisoned, the method only ends loopback.
+        poisoned, the method only ends loopback, and connects groups that were made in it.
 
-        Raises: GroupError if the process has no control plane, a group cannot be rebuilt, ``generation`` is too old,
-        or another fault arrives before the end (the process stays poisoned; call it again with the next generation).
+        Raises: GroupsDiffer if another rank holds other groups. GroupError if the process has no control plane, a group
+        cannot be rebuilt, ``generation`` is too old, or another fault arrives before the end (the process stays
+        poisoned; call it again with the next generation).
         """
         with self._lock:
             groups = sorted(self._groups, key=lambda g: g.order)
-            whole = all(g.built_in == self.generation for g in groups)
-            if generation == self.generation and not self.poisoned and whole:
-                self.looped = False
-                self._refresh()
-                return
-            if generation < self.generation or (generation == self.generation and whole):
+            there = all(g.built_in == self.generation for g in groups if not g.order[0])
+            looped = generation == self.generation and not self.poisoned and there
+            if not looped and (generation < self.generation or (generation == self.generation and there)):
                 raise GroupError(f"groups of generation {generation} exist already; now {self.generation}")
-            seen = self._poisonings
+            seen = self._last
+        if looped:
+            self._end_loopback(groups)
+            return
         for group in groups:
             if reason := group.replaceable():
                 raise GroupError(f"the process groups cannot be rebuilt in place: {reason}")
@@ -568,15 +595,26 @@ class CommState:
         if vote is not None:
             self.bury(vote)
         self._leave_board()
+        keys = [group.key for group in groups]
+        self.numbers.restart(keys)
         for group in groups:
             if not group.order[0]:
-                group.meet(generation)
+                group.meet(generation, self.numbers.changes(keys))
             group.rebuild(generation)
         with self._lock:
-            if self._poisonings != seen:
-                raise GroupError(f"another fault while the groups were rebuilt: {self._news}")
+            if self._last != seen:
+                raise GroupError(f"another fault while the groups were rebuilt: {self._last.reason}")
             self.poisoned = False
             self.reason = ""
+            self.looped = False
+            self._refresh()
+
+    def _end_loopback(self, groups: Sequence[Handle]) -> None:
+        """Communicate again. All ranks have made the same groups in their check runs, and connect them now."""
+        for group in groups:
+            if group.built_in != self.generation:
+                group.connect()
+        with self._lock:
             self.looped = False
             self._refresh()
 

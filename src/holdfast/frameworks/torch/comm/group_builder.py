@@ -39,6 +39,7 @@ class GroupSpec:
         timeout: timeout of collectives.
         options: the user's ``pg_options`` (NCCL only), or None.
         device: the device that the default group was bound to, or None.
+        place: line of code that made the group, as ``train.py:31``.
     """
 
     name: str
@@ -49,6 +50,7 @@ class GroupSpec:
     timeout: timedelta
     options: Any = None
     device: torch.device | None = None
+    place: str = ""
 
 
 class BuiltGroup:

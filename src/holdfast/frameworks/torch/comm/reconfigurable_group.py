@@ -28,11 +28,13 @@ from torch import Tensor
 
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, UnsupportedError
+from holdfast.frameworks.common.adapter import GroupsDiffer
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm import control_store, loopback_ops
 from holdfast.frameworks.torch.comm.comm_state import REBUILD_TIMEOUT_S, CommState
 from holdfast.frameworks.torch.comm.communicator import FreshGroups
 from holdfast.frameworks.torch.comm.group_builder import GLOO, BuiltGroup, GroupSpec, build
+from holdfast.frameworks.torch.comm.group_numbers import GroupChange, GroupKey
 from holdfast.frameworks.torch.comm.lasting_results import lasting_results
 from holdfast.frameworks.torch.comm.outer_group import OuterGroup
 from holdfast.frameworks.torch.comm.setup_record import SetupCall, setup_record
@@ -46,6 +48,8 @@ from holdfast.text import plural
 
 Fill = Callable[[], None]
 VOTE = "vote"
+PLACES_MAX = 3  # in an error
+RANKS_MAX = 8
 _WITHOUT_DATA = frozenset({"send", "barrier"})
 _SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_tensor"})
 
@@ -84,9 +88,31 @@ class ReconfigurableGroup(OuterGroup):
         if not spec.order[0] and spec.world_size > 1 and self.replaceable():
             hello = PrefixStore("holdfast/", store)
             fabric.start = control_store.agree_on_start(hello, spec.rank, spec.world_size, spec.timeout)
-        self._connect(fabric.generation, spec.timeout)
+        self._connect_new()
 
     # ------------------------------------------------------------------ generations
+
+    def _connect_new(self) -> None:
+        """Connect this new group, unless a peer is lost in a block: the recovery then connects it.
+
+        The block continues on local data, so that all ranks that run it hold the group.
+
+        Raises: GroupError: the members did not find each other; this process does not hold the group then.
+        """
+        fabric, late = self._fabric, bool(self.spec.order[0])
+        if late and fabric.cut_off:
+            return
+        try:
+            self.connect()
+        except GroupError:
+            if late and fabric.cut_off:
+                return
+            if late:
+                fabric.drop(self)
+            raise
+
+    def connect(self) -> None:
+        self._connect(self._fabric.generation, self.spec.timeout)
 
     def _asked(self, stand_in: DeferredRank) -> int:
         """Return the rank of this process in the group.
@@ -115,6 +141,10 @@ class ReconfigurableGroup(OuterGroup):
     def order(self) -> tuple[tuple[int, ...], int]:
         return self.spec.order
 
+    @property
+    def key(self) -> GroupKey:
+        return GroupKey(*self.spec.order, self.spec.place)
+
     def replaceable(self) -> str:
         client = control_store.control_client()
         if client is None:
@@ -125,13 +155,15 @@ class ReconfigurableGroup(OuterGroup):
             )
         return ""
 
-    def meet(self, generation: Generation) -> None:
-        """Wait until every rank is about to rebuild its groups.
+    def meet(self, generation: Generation, changes: Sequence[GroupChange]) -> None:
+        """Wait until every rank is about to rebuild its groups, and compare ``changes`` with the ranks they concern.
 
         A rank may arrive late, from code between two steps. Without this wait, a peer that dials the late rank would
         give up at gloo's time-out.
         """
         store = self._store_in(str(generation), self.spec.timeout)
+        for change in changes:
+            store.set(f"changed/{change.digest}/{self.spec.rank}", "")
         store.set(f"here/{self.spec.rank}", "")
         try:
             if self.spec.rank == 0:
@@ -140,6 +172,9 @@ class ReconfigurableGroup(OuterGroup):
             store.wait(["here"])
         except dist.DistStoreError as error:
             raise GroupError(f"not every rank came to the groups {generation}: {error}") from error
+        for change in changes:
+            if not store.check([f"changed/{change.digest}/{rank}" for rank in change.ranks]):
+                raise _groups_differ(change)
 
     def rebuild(self, generation: Generation) -> None:
         self._connect(generation, min(self.spec.timeout, timedelta(seconds=REBUILD_TIMEOUT_S)))
@@ -563,7 +598,7 @@ class ReconfigurableGroup(OuterGroup):
     # ------------------------------------------------------------------ what torch asks of the backend
 
     def _get_backend(self, device: torch.device) -> Backend:
-        if self.inner is None and self._fabric.looped:
+        if self.inner is None and (self._fabric.looped or self._fabric.cut_off):
             return private_api.rehearsal_backend(self.spec.rank, self.spec.world_size)
         return self.communicator.group._get_backend(device)
 
@@ -615,6 +650,16 @@ def _finish_methods() -> None:
 
 
 _finish_methods()
+
+
+def _groups_differ(change: GroupChange) -> GroupsDiffer:
+    ranks, places = change.ranks, ", ".join(change.places[:PLACES_MAX])
+    named = ", ".join(map(str, ranks[:RANKS_MAX])) + (", ..." if len(ranks) > RANKS_MAX else "")
+    how = f"{places} makes groups" if places else "the script destroys groups"
+    return GroupsDiffer(
+        f"ranks {named} hold different process groups, because {how} after the session was opened",
+        hint="make process groups before the session, so that a lost rank is replaced alone",
+    )
 
 
 def _captured(what: str) -> UnsupportedError:
