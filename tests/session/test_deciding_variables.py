@@ -169,6 +169,17 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nif it % 9 == 0:\n    for x in test:\n        total.add_(model(x))\nit += 1": (),
     "optimizer.step()\nfor p in model.parameters():\n    norm.add_(it * p)\nit += 1": (),
     "optimizer.step()\nfor name in parts:\n    shown[name] = it * parts[name]\nit += 1": (),
+    # An item of an element, and a dict that an expression reads as a whole.
+    "rows['x'][at] = batch\nat += 1\nmodel(rows['x']).backward()\noptimizer.step()": ("at", 'rows["x"]'),
+    "rows['x'][at] = batch\nmodel({k: rows[k] for k in rows}).backward()\noptimizer.step()": ('rows["x"]',),
+    "own.rows['x'][at] = batch\nat += 1\nmodel(batch, own.rows).backward()\noptimizer.step()": (
+        "at",
+        'own.rows["x"]',
+    ),
+    "rows['x'][0][1] = batch\nmodel(rows['y']).backward()\noptimizer.step()": (),
+    "rows[0][1] += batch\nmodel(rows[0]).backward()\noptimizer.step()": ("rows",),
+    "past['n'] = step.number\nmodel(batch, **past).backward()\noptimizer.step()": (),
+    "past['n'] += 1\nmodel(batch, **past).backward()\noptimizer.step()": ('past["n"]',),
     "x = own.part\n(x.w * own.part.w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x.w = 2\nn += 1": (
         "n",
     ),

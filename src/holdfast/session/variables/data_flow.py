@@ -65,7 +65,9 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     items = list(_items(block))
     varying = {name for name in flow.written if not _is_own(name)}
     always, first = (_first_uses(items, names, flow.reads) for names in (set[str](), varying))
-    read = [name for name, writes in first.items() if not writes and name in flow.wanted]
+    read = [
+        name for name, writes in first.items() if not writes and not flow.wanted.isdisjoint(_with_dict(name))
+    ]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
     return {
@@ -202,7 +204,8 @@ class _DataFlow:
 
     def reaches(self, assignment: Assignment) -> bool:
         """Return whether the value of a wanted expression may depend on ``assignment``."""
-        names = [use.name for target in targets(assignment) for use in uses(target)]
+        written = [use.name for target in targets(assignment) for use in uses(target)]
+        names = {each for name in written for each in _with_dict(name) if each == name or each in self.wanted}
         parts = [part for name in names for part in self._parts.get(name, ())]
         number = self._number.get(id(assignment))
         # An attribute or an element may belong to an object that has another name as well.
@@ -391,6 +394,13 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
         case ast.Subscript(value=ast.Name() | ast.Attribute()):
             yield from _items(node.slice, results=results)
             yield from _item_uses(node)
+        case ast.Subscript(value=ast.Subscript(), ctx=ast.Store() | ast.Del()) if container := _container(
+            node
+        ):
+            yield from _items(node.slice)
+            yield from _items(node.value)
+            yield VariableUse(container, False, None)
+            yield VariableUse(container, True, (node.lineno, node.col_offset))
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
@@ -414,6 +424,24 @@ def _item_uses(node: ast.Subscript) -> Iterator[VariableUse]:
     """Yield the uses of an item of a container. An assignment writes the container, and not the objects around it."""
     container = chain(node.value)
     yield from (_use(container, node) if use.name == container else use for use in uses(node.value))
+
+
+def _container(node: ast.expr) -> str:
+    """Return the variable, attribute or element of a dict to which a nested item (``rows["x"][0]``) belongs.
+
+    The result is empty if it is the result of another expression.
+    """
+    match node:
+        case ast.Subscript(slice=ast.Constant(value=str(key)), value=owner) if chain(owner):
+            return f'{chain(owner)}["{key}"]'
+        case ast.Subscript():
+            return _container(node.value)
+    return chain(node)
+
+
+def _with_dict(name: str) -> tuple[str, ...]:
+    """Return ``name``, and for an element of a dict also the dict: an expression may use all of its elements."""
+    return (name, owners_of(name)[-1]) if name.endswith("]") else (name,)
 
 
 def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> VariableUse:
