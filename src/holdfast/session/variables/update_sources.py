@@ -18,6 +18,7 @@ from holdfast.session.variables.called_bodies import CallWithBody, chain, is_of_
 from holdfast.session.variables.data_flow import assigned, assigned_value, targets, uses, value_now, written
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+_CLIPS = re.compile(r"(^|[._])clip_grad")
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 _GIVES_TENSORS = re.compile(r"(^|[._])(parameters|buffers|state_dict|get_parameter|get_buffer)$")
 """Methods of a module."""
@@ -115,6 +116,7 @@ def _sources(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
 def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
     """Return the expressions from which one statement sets a rate, computes gradients, or changes weights or state.
 
+    A call of a function that clips gradients (``clip_grad_norm_``) changes them by its arguments.
     A rate is a setting of a parameter group that schedules change. An assignment ``group["lr"] = ...`` sets a rate.
     So does a call of a function with ``lr``, ``learning_rate`` or ``scheduler`` at the start of its name, or after a
     dot or an underscore in the name. So does the method ``step`` of a schedule of torch. A product in place (``*=``),
@@ -132,6 +134,8 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
             return [value]
         case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
             return [loss, *arguments]
+        case ast.Call(func=called) if _CLIPS.search(dotted(called)):
+            return [*node.args, *(keyword.value for keyword in node.keywords)]
         case ast.Call(func=ast.Attribute(attr=name, value=tensor), args=arguments) if name in (
             "mul_",
             "lerp_",

@@ -48,7 +48,7 @@ from holdfast.session.variables.deciding_variables import (
     places_in_script,
     stores,
 )
-from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
+from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
 from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.unassigned_variables import NotAssigned
@@ -178,18 +178,26 @@ class UpdateVariables:
 
     def enters_loop(self) -> None:
         """Read the values of the variables when this process enters the loop in which it continues the job."""
-        if self._of_rank.continues:
-            self._of_rank.enters(_plain(values_of(self._of_rank.newest), self._source))
+        for history in (self._history, self._of_rank):
+            if history.continues:
+                history.enters(_plain(values_of(history.newest), self._source))
 
     def look(self, *, joins: bool) -> None:
         """Read and compare the values of the variables at the first update of a block.
+
+        At the later updates, only containers that have begun again are found.
 
         Raises:
             StepError: this process continues the job, and a variable has its initial value again.
         """
         if self._warns and (names := {n: at for n, at in self._file_names.items() if n not in self._told}):
             self._warn("whether a file is saved depends on", names, _plain(_values(names), self._source))
-        if not self._names or self._of_rank.values:
+        if not self._names:
+            return
+        if self._of_rank.values:  # a variable of a later optimizer of this block
+            for history in (self._history, self._of_rank):
+                if again := history.emptied(self._names):
+                    self._refuse(again, history, HINT)
             return
         found = _values(self._names)
         values = _plain(found, self._source)
@@ -391,6 +399,8 @@ class UpdateVariables:
         found = values_of([*owners, name], place)
         if any(value is item for value in found.values() for item in self._left_out):
             return True
+        if owners and (read := read_by_property(found.get(owners[-1]), name.removeprefix(f"{owners[-1]}."))):
+            return all(self._declared(f"{owners[-1]}.{each}", place, objects, kept) for each in read)
         source = self._source
         if source is None:
             return False

@@ -11,6 +11,10 @@ A count has its first value at the first update, and changes after that update. 
 step, the values at the updates do not show that the count has begun again. So variables that have had one value in
 all updates are also read when the script takes the next step. In the process that continues the job, such a variable
 is compared if it has the first value both at the start of the loop and at the update.
+
+A block may also add to a container before its update: a replay buffer, the sums of an average. At the first update of
+the continuing process it then has one item, and not its first value. Such a container has begun again if it was empty
+(an array: had only zeros) where the process has entered the loop, and the source only fills it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Set
 from typing import Any, NamedTuple
 
-from holdfast.session.variables.deciding_variables import Places, counts, lasting_variables
+from holdfast.session.variables.deciding_variables import Places, counts, filled, lasting_variables
 
 PlainValue = bool | int | float | str
 Names = Mapping[str, tuple[tuple[str, int], Places]]
@@ -27,6 +31,8 @@ ZEROS = "of zeros"
 """The end of the text for an array or tensor that has only zeros."""
 
 
+EMPTY = ("[]", "()", "{}")
+"""The texts of empty containers."""
 ARRAYS = ("an array ", "a tensor ")
 """The begin of the text for an array or a tensor."""
 
@@ -34,6 +40,11 @@ ARRAYS = ("an array ", "a tensor ")
 def is_array(value: PlainValue) -> bool:
     """Return whether ``value`` is the text that stands for an array or a tensor."""
     return isinstance(value, str) and value.startswith(ARRAYS)
+
+
+def _is_empty(value: PlainValue | None) -> bool:
+    """Return whether ``value`` is the text that stands for an empty container, or for an array of zeros."""
+    return isinstance(value, str) and (value in EMPTY or value.endswith(ZEROS))
 
 
 class _Record(NamedTuple):
@@ -140,10 +151,31 @@ class VariableHistory:
         if type(value) is type(before) is int and value < before and name in counts(places):
             return True
         may_begin = self._record.ended and name not in lasting_variables(places)
+        if self._was_emptied(name, places):
+            return True
         again = self._record.first.get(name) == value or (isinstance(value, str) and value.endswith(ZEROS))
         if value == before == self._at_begin.get(name):
             before = self.before(name)
         return again and value != before and not may_begin
+
+    def _was_emptied(self, name: str, places: Places) -> bool:
+        """Return whether a container that the loop only fills was empty where this process has entered the loop."""
+        if (
+            not _is_empty(self._at_begin.get(name))
+            or name in self.unchanged
+            or _is_empty(self.newest.get(name))
+        ):
+            return False
+        may_begin = self._record.ended and name not in lasting_variables(places)
+        return not may_begin and name in filled(places)
+
+    def emptied(self, names: Names) -> dict[str, PlainValue]:
+        """Return the containers that have begun again, with their values where this process has entered the loop.
+
+        The result is empty if this process does not continue a job. The values in the open block do not matter.
+        """
+        found = (name for name, (_, places) in names.items() if self._was_emptied(name, places))
+        return {name: self._at_begin[name] for name in found} if self.continues else {}
 
     def has_first_values(self, values: Mapping[str, PlainValue]) -> bool:
         """Return whether all ``values`` are those of the first step of the job."""
