@@ -180,6 +180,7 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "at",
         'own.rows["x"]',
     ),
+    "for t in range(9):\n    rows['x'][t] = batch\nmodel(rows['x']).backward()\noptimizer.step()": (),
     "rows['x'][0][1] = batch\nmodel(rows['y']).backward()\noptimizer.step()": (),
     "rows[0][1] += batch\nmodel(rows[0]).backward()\noptimizer.step()": ("rows",),
     "past['n'] = step.number\nmodel(batch, **past).backward()\noptimizer.step()": (),
@@ -310,6 +311,8 @@ def test_a_container_that_is_empty_where_a_process_continues_has_begun_again(tmp
         before.committed(ended=False)
     after.stand_at(before.kept())
     after.values = {"past": "[0.7]"}
+    assert not after.begun_again({"past": (place, (place,))})
+    after.enters({"past": "an array (2,) of zeros"})  # a rollout may fill all of it
     assert not after.begun_again({"past": (place, (place,))})
     after.enters({"past": "[]"})
     assert after.begun_again({"past": (place, (place,))}) == {"past": "[0.7]"}

@@ -65,9 +65,8 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     items = list(_items(block))
     varying = {name for name in flow.written if not _is_own(name)}
     always, first = (_first_uses(items, names, flow.reads) for names in (set[str](), varying))
-    read = [
-        name for name, writes in first.items() if not writes and not flow.wanted.isdisjoint(_with_dict(name))
-    ]
+    needed = {name for name in first if not flow.wanted.isdisjoint(_with_dict(name))} - _swept(block)
+    read = [name for name, writes in first.items() if not writes and name in needed]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
     return {
@@ -391,16 +390,9 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             if not isinstance(node.ctx, ast.Load):
                 yield VariableUse(chain(node.value), False, None)
             yield _use(f'{chain(node.value)}["{key}"]', node)
-        case ast.Subscript(value=ast.Name() | ast.Attribute()):
+        case ast.Subscript() if _is_item_of_variable(node):
             yield from _items(node.slice, results=results)
             yield from _item_uses(node)
-        case ast.Subscript(value=ast.Subscript(), ctx=ast.Store() | ast.Del()) if container := _container(
-            node
-        ):
-            yield from _items(node.slice)
-            yield from _items(node.value)
-            yield VariableUse(container, False, None)
-            yield VariableUse(container, True, (node.lineno, node.col_offset))
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
@@ -420,9 +412,17 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
                 yield from _items(child, results=results)
 
 
+def _is_item_of_variable(node: ast.Subscript) -> bool:
+    """Return whether ``node`` is an item of a variable, or a written item of such an item (``rows["x"][0] = 1``)."""
+    written_item = not isinstance(node.ctx, ast.Load) and bool(_container(node.value))
+    return isinstance(node.value, ast.Name | ast.Attribute) or written_item
+
+
 def _item_uses(node: ast.Subscript) -> Iterator[VariableUse]:
     """Yield the uses of an item of a container. An assignment writes the container, and not the objects around it."""
-    container = chain(node.value)
+    container = _container(node.value)
+    if not isinstance(node.value, ast.Name | ast.Attribute):
+        yield VariableUse(container, False, None)  # the other items stay
     yield from (_use(container, node) if use.name == container else use for use in uses(node.value))
 
 
@@ -437,6 +437,21 @@ def _container(node: ast.expr) -> str:
         case ast.Subscript():
             return _container(node.value)
     return chain(node)
+
+
+def _swept(block: ast.AST) -> set[str]:
+    """Return the containers with nested items that ``block`` writes only at the positions of an inner ``for`` loop.
+
+    Each step then writes all items that it uses: the storage of a rollout (``rows["x"][t] = seen``).
+    """
+    inner = [node.target for node in ast.walk(block) if isinstance(node, ast.For) and node is not block]
+    positions, swept, others = written(inner), set[str](), set[str]()
+    for assignment, _ in assigned(block):
+        for target in targets(assignment):
+            match target:
+                case ast.Subscript(value=ast.Subscript() as owner, slice=at):
+                    (swept if chain(at) in positions else others).add(_container(owner))
+    return swept - others
 
 
 def _with_dict(name: str) -> tuple[str, ...]:

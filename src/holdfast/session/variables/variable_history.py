@@ -12,9 +12,10 @@ step, the values at the updates do not show that the count has begun again. So v
 all updates are also read when the script takes the next step. In the process that continues the job, such a variable
 is compared if it has the first value both at the start of the loop and at the update.
 
-A block may also add to a container before its update: a replay buffer, the sums of an average. At the first update of
+A block may also add to a container before its update: a list of norms, the sums of an average. At the first update of
 the continuing process it then has one item, and not its first value. Such a container has begun again if it was empty
-(an array: had only zeros) where the process has entered the loop, and the source only fills it.
+where the process has entered the loop, and the source only fills it. This does not apply to arrays, because a rollout
+may write all items of an array.
 """
 
 from __future__ import annotations
@@ -40,11 +41,6 @@ ARRAYS = ("an array ", "a tensor ")
 def is_array(value: PlainValue) -> bool:
     """Return whether ``value`` is the text that stands for an array or a tensor."""
     return isinstance(value, str) and value.startswith(ARRAYS)
-
-
-def _is_empty(value: PlainValue | None) -> bool:
-    """Return whether ``value`` is the text that stands for an empty container, or for an array of zeros."""
-    return isinstance(value, str) and (value in EMPTY or value.endswith(ZEROS))
 
 
 class _Record(NamedTuple):
@@ -160,11 +156,7 @@ class VariableHistory:
 
     def _was_emptied(self, name: str, places: Places) -> bool:
         """Return whether a container that the loop only fills was empty where this process has entered the loop."""
-        if (
-            not _is_empty(self._at_begin.get(name))
-            or name in self.unchanged
-            or _is_empty(self.newest.get(name))
-        ):
+        if self._at_begin.get(name) not in EMPTY or self.newest.get(name) in EMPTY or name in self.unchanged:
             return False
         may_begin = self._record.ended and name not in lasting_variables(places)
         return not may_begin and name in filled(places)
