@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,6 +76,49 @@ def test_a_network_may_be_cleared_after_the_backward_pass_of_another_went_throug
             of_d.step()
 
     train_in_steps(block)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_network_may_keep_its_gradients_in_a_block_that_does_not_train_it(named: bool, adds: bool) -> None:
+    """EnCodec trains its discriminator in some steps, and clears it just before. Regression: refused."""
+
+    def block(step: Any, g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
+        fake = g(torch.ones(4, 2))
+        if step.number % 2 == 0:
+            of_d.zero_grad()
+            d(fake.detach()).sum().backward()
+            with step.update("d"):
+                of_d.step()
+        of_g.zero_grad()
+        d.requires_grad_(adds)
+        loss = d(fake).sum()
+        d.requires_grad_(True)
+        loss.backward()
+        with step.update("g") if named else nullcontext():
+            of_g.step()
+
+    if adds:
+        with pytest.raises(StepError, match="step 0 leaves the gradients of its update"):
+            train_in_steps(block)
+    else:
+        train_in_steps(block)
+
+
+def test_a_network_that_steps_with_the_gradients_of_an_earlier_block_is_refused() -> None:
+    def block(step: Any, g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
+        of_g.zero_grad()
+        if step.number == 0:
+            d(g(torch.ones(4, 2)).detach()).sum().backward()
+        d.requires_grad_(False)
+        loss = d(g(torch.ones(4, 2))).sum()
+        d.requires_grad_(True)
+        loss.backward()
+        of_g.step()
+        of_d.step()
+
+    with pytest.raises(StepError, match="step 0 leaves the gradients of its update"):
+        train_in_steps(block)
 
 
 def test_a_network_may_be_cleared_later_after_a_step_that_its_scaler_left_out() -> None:

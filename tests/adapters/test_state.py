@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from functools import partial
 from typing import Any
 
@@ -390,6 +390,11 @@ def test_values_that_the_store_does_not_know() -> None:
     plain = decode_values(encode_values(split(value, "x")))
     assert join(plain, lambda leaf: leaf) == value
     assert join(plain, lambda leaf: leaf)["d"].maxlen == 3
+    sums: dict[str, Any] = defaultdict(dict, total=defaultdict(float, x=0.5))
+    again = join(decode_values(encode_values(split(sums, "x"))), lambda leaf: leaf)
+    assert again == sums and again["other"] == {} and again["total"]["y"] == 0.0
+    with pytest.raises(StateError, match=r"x: an object of type collections.defaultdict cannot be saved"):
+        split(defaultdict(lambda: 3), "x")
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(StateError, match="contain itself"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,10 +37,19 @@ def test_a_mode_in_a_block_sees_no_operation() -> None:
 
 def test_tensors_of_the_session_are_declared() -> None:
     net, teacher = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    memory = {"rows": torch.ones(2)}
+    rows = np.ones(2)
+    memory = {"rows": torch.ones(2), "array": torch.from_numpy(rows)}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     adapter = TorchAdapter(net, optimizer, None, None, {"teacher": teacher, "memory": memory}, 0)
-    for kept in (net.running_mean, net.weight, teacher.running_mean, teacher.weight, memory["rows"]):
+    for kept in (
+        net.running_mean,
+        net.weight,
+        teacher.running_mean,
+        teacher.weight,
+        memory["rows"],
+        rows,
+        optimizer.state,
+    ):
         assert adapter.declares(kept)
-    others = (torch.ones(2), torch.eye(2).to_sparse(), torch.ones(2, device="meta"))
+    others = (torch.ones(2), np.ones(2), torch.eye(2).to_sparse(), torch.ones(2, device="meta"))
     assert not any(map(adapter.declares, (*others, None)))  # the session has no scaler

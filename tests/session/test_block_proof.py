@@ -337,6 +337,22 @@ def test_a_variable_that_counts_runs_of_blocks_is_named(
     assert f"step {first}: not a count of steps: calls, behind, momenta. A block runs again" in told
 
 
+def test_a_generator_whose_numbers_change_no_result_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """EnCodec decides by a generator whether a step trains the discriminator. Regression: no warning named it."""
+    script, dice, seeded, kept = Script(), torch.Generator(), torch.Generator(), torch.Generator()
+    with (
+        caplog.at_level(logging.WARNING, "holdfast"),
+        holdfast.session(model=script.net, optimizer=script.optimizer, state={"kept": kept}) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                seeded.manual_seed(7)
+                assert all(torch.rand(1, generator=each) < 1 for each in (dice, seeded, kept))
+                script.pure()
+    (told,) = [line for line in caplog.messages if "not a count of steps" in line]
+    assert "not a count of steps: dice. A block" in told and "which also takes generators" in told
+
+
 @pytest.mark.parametrize(
     ("loop", "hint"),
     [

@@ -13,6 +13,7 @@ from holdfast.session.variables.deciding_variables import (
     deciding_variables,
     described,
     file_variables,
+    filled,
     lasting_variables,
     placed_variables,
     renewed_containers,
@@ -173,6 +174,21 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nif it % 9 == 0:\n    for x in test:\n        total.add_(model(x))\nit += 1": (),
     "optimizer.step()\nfor p in model.parameters():\n    norm.add_(it * p)\nit += 1": (),
     "optimizer.step()\nfor name in parts:\n    shown[name] = it * parts[name]\nit += 1": (),
+    # A limit of gradients that follows from earlier norms (AutoClip).
+    "model(batch).backward()\npast.append(norm(model))\nlimit = percentile(past, 10)\n"
+    "torch.nn.utils.clip_grad_norm_(parts, max_norm=limit)\noptimizer.step()": ("past",),
+    # An item of an element, and a dict that an expression reads as a whole.
+    "rows['x'][at] = batch\nat += 1\nmodel(rows['x']).backward()\noptimizer.step()": ("at", 'rows["x"]'),
+    "rows['x'][at] = batch\nmodel({k: rows[k] for k in rows}).backward()\noptimizer.step()": ('rows["x"]',),
+    "own.rows['x'][at] = batch\nat += 1\nmodel(batch, own.rows).backward()\noptimizer.step()": (
+        "at",
+        'own.rows["x"]',
+    ),
+    "for t in range(9):\n    rows['x'][t] = batch\nmodel(rows['x']).backward()\noptimizer.step()": (),
+    "rows['x'][0][1] = batch\nmodel(rows['y']).backward()\noptimizer.step()": (),
+    "rows[0][1] += batch\nmodel(rows[0]).backward()\noptimizer.step()": ("rows",),
+    "past['n'] = step.number\nmodel(batch, **past).backward()\noptimizer.step()": (),
+    "past['n'] += 1\nmodel(batch, **past).backward()\noptimizer.step()": ('past["n"]',),
     "x = own.part\n(x.w * own.part.w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x.w = 2\nn += 1": (
         "n",
     ),
@@ -269,6 +285,43 @@ def test_variables_that_a_loop_only_adds_to(tmp_path: Path, code: str) -> None:
     text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
     (file := tmp_path / "train.py").write_text(text)
     assert counts(((str(file), 7),)) == set(COUNTS[code])
+
+
+FILLED: dict[str, tuple[str, ...]] = {
+    "past.append(loss)\noptimizer.step()": ("past",),
+    "for k in parts:\n    total[k] = total[k] * 0.9 + parts[k]\noptimizer.step()": ("total",),
+    "rows['x'][at] = batch\nat += 1\noptimizer.step()": ('rows["x"]', "at"),
+    "past.append(loss)\noptimizer.step()\nif len(past) > 9:\n    past.popleft()": (),
+    "past.append(loss)\noptimizer.step()\nif step.last_in_epoch:\n    past = []": (),
+    "total += loss\noptimizer.step()\ntotal.zero_()": (),
+    "rows[at] = batch\nrows[:] = 0\ntable[at] = batch\ndel table[0]\npast['n'] = 1": (),
+}
+
+
+@pytest.mark.parametrize("code", FILLED)
+def test_containers_that_a_loop_only_fills(tmp_path: Path, code: str) -> None:
+    text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
+    (file := tmp_path / "train.py").write_text(text)
+    assert filled(((str(file), 7),)) == set(FILLED[code])
+
+
+def test_a_container_that_is_empty_where_a_process_continues_has_begun_again(tmp_path: Path) -> None:
+    text = HEAD + "            past.append(loss)\n            optimizer.step()\n"
+    (file := tmp_path / "train.py").write_text(text)
+    place = str(file), 7
+    before, after = VariableHistory(), VariableHistory()
+    for length in (1, 2, 3):
+        before.values = {"past": repr([0.5] * length)}
+        before.committed(ended=False)
+    after.stand_at(before.kept())
+    after.values = {"past": "[0.7]"}
+    assert not after.begun_again({"past": (place, (place,))})
+    after.enters({"past": "an array (2,) of zeros"})  # a rollout may fill all of it
+    assert not after.begun_again({"past": (place, (place,))})
+    after.enters({"past": "[]"})
+    assert after.begun_again({"past": (place, (place,))}) == {"past": "[0.7]"}
+    after.enters({"past": repr([0.5] * 3)})
+    assert not after.begun_again({"past": (place, (place,))})
 
 
 FILES: dict[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.session.variables.kept_attributes import kept_by
+from holdfast.session.variables.kept_attributes import kept_by, read_by_property
 
 
 class Average:
@@ -90,3 +90,36 @@ def test_an_object_whose_state_may_have_all_attributes_is_kept_whole(kind: type[
 def test_an_object_of_a_library_is_kept_whole() -> None:
     item = type("Compiled", (), {"state_dict": staticmethod(dict)})()
     assert id(item) in kept_by([item]).objects and kept_by([]) == (frozenset(), frozenset())
+
+
+LIMIT = 3
+
+
+class Buffer:
+    """A buffer whose counts are in a dict."""
+
+    def __init__(self) -> None:
+        self.counts, self.average = {"size": 0}, Average()
+
+    @property
+    def size(self) -> int:
+        """Return a count."""
+        return int(self.counts["size"] + self.average.updates)
+
+    @property
+    def limited(self) -> int:
+        """Return a count, limited by a variable of the module."""
+        return min(self.counts["size"], LIMIT)
+
+    @property
+    def whole(self) -> str:
+        """Return a text about the whole object."""
+        return repr(self)
+
+
+def test_the_attributes_from_which_a_property_computes_its_value() -> None:
+    item = Buffer()
+    assert read_by_property(item, "size") == ["counts", "average.updates"]
+    for name in ("limited", "whole", "counts", "missing"):
+        assert read_by_property(item, name) == []
+    assert read_by_property(None, "size") == []

@@ -58,6 +58,28 @@ def test_a_process_that_is_lost_before_its_first_block_passes_the_values_on(tmp_
         assert weights == undisturbed
 
 
+@pytest.mark.torch
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("form", "kills", "action"),
+    [("epochs", "0@4.1", "restart_last_gasp"), ("rows", "1@4.1", "replace_from_memory")],
+)
+def test_the_values_outlive_the_begin_of_an_epoch(tmp_path: Path, form: str, kills: str, action: str) -> None:
+    """Regression: the rank-local values of a new loop were without them until its first block."""
+    undisturbed, _ = trained(tmp_path / "undisturbed", "", form)
+    weights, verdicts = trained(tmp_path / "killed", kills, form)
+    assert action in verdicts and weights == undisturbed, verdicts
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_variable_that_begins_again_at_the_begin_of_an_epoch_is_refused(tmp_path: Path) -> None:
+    """Regression: the copy in memory had no values of the epoch before, and the job ended with other weights."""
+    done = run_job(tmp_path, 2, JOB, str(tmp_path / "result"), "1@4.1", "variable")
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert "StepError: the updates depend on number = 2, as at the first step of the job" in done.stdout
+
+
 @pytest.mark.more
 @pytest.mark.torch
 @pytest.mark.processes

@@ -9,7 +9,7 @@ ever pickled: any other object is refused by name.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -26,6 +26,11 @@ Fetch = Callable[[Plain], Any]
 """A function that returns the tensor for a replacement that a :data:`Leaf` returned."""
 
 MARK = "@"
+FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)},
+}
+"""The functions that a ``defaultdict`` may call for a missing key, by name."""
 ORDER = "order"
 DEPTH_MAX = 64
 NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
@@ -111,6 +116,10 @@ class _Splitter:
                 raise StateError(f"{path}: the key {MARK!r} is reserved", hint="give it another key")
             made = {key: self.split(item, f"{path}.{key}", depth) for key, item in value.items()}
             return Counter(made) if kind is Counter else made
+        if kind is defaultdict and (
+            of := [n for n, made in FACTORIES.items() if made is value.default_factory]
+        ):
+            return {MARK: "defaultdict", "of": of[0], "v": self._container(dict(value), path, depth)}
         if kind is list:
             return self._each(value, path, depth)
         # A tuple subclass with named fields would come back as a plain tuple. For torch.Size that is no loss.
@@ -176,6 +185,8 @@ def _join_marked(value: dict[str, Plain], fetch: Fetch, path: str) -> Any:
         dtype = np.dtype(value["dtype"])
         # An empty text has no bytes.
         return np.frombuffer(inner, dtype)[0] if dtype.itemsize else dtype.type()
+    if mark == "defaultdict":
+        return defaultdict(FACTORIES[value["of"]], join(inner, fetch, path))
     items = [join(item, fetch, path) for item in inner]
     if mark == "deque":
         return deque(items, maxlen=value["max"])

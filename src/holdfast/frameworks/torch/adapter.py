@@ -309,6 +309,7 @@ class TorchAdapter:
                 hint="call optimizer.step() after loss.backward()",
             )
         self._scaling.settle(each.optimizer for each in self.state.optimizers.values())
+        self._leftover.updates(parameters_of(self.state.optimizers[name].optimizer))
         self.updates.comes()
         if self._hooks is not None:
             self._hooks.update(name)

@@ -101,6 +101,7 @@ def _of_state() -> Iterator[Use]:
     yield Use("torch:_foreach_copy_", "copy many small tensors in one call", state_of)
     yield from _each("torch:Tensor.", ("_indices", "_values"), "gradients of sparse embeddings", state_of)
     yield Use("torch:_foreach_norm", "find gradients that a step has left", state_of)
+    yield Use("torch:Tensor._version", "whether a step adds to gradients that a step has left", state_of)
     yield Use("torch._C:_jit_set_profiling_mode", "the same bits from TorchScript at each call", state_of)
     check = "_amp_foreach_non_finite_check_and_unscale_"
     yield Use(f"torch:{check}", "find inf and nan in few kernels", state_of)

@@ -57,6 +57,7 @@ from holdfast.session.steps.accumulation import AccumulatingFeed, RefilledBatche
 from holdfast.session.steps.batches import Batches
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.step import Step, StepRunner
+from holdfast.session.variables.update_variables import KEY as OF_UPDATES
 from holdfast.store.format.json_values import encode_values
 from holdfast.text import plural
 
@@ -285,10 +286,10 @@ class Loops:
             feed.seek({"epoch": first * (epochs or 1), "batch": 0})
         if saved_loop < loop:
             self.place = {"loop": loop, "at": None if feed is None else feed.place()}
-            self.local = blocks.inputs.of_rank()
+            self.local = self._at_start(blocks)
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
-            self._began = (self.place["at"], {**blocks.inputs.of_rank(), "loader": feed.local_state()})
+            self._began = (self.place["at"], {**self._at_start(blocks), "loader": feed.local_state()})
             self._allow_rewind()
         self._adapter.remember(self._rank.step)  # this place includes what the code since the last loop did
         end, begun_at = self._bound[1], self._rank.step
@@ -320,6 +321,14 @@ class Loops:
                 if one is not None:
                     one.close()
             self._others = {}
+
+    def _at_start(self, blocks: StepRunner) -> dict[str, Plain]:
+        """Return the rank-local values at the start of a loop. The state may be saved before its first block.
+
+        They contain the values that the check of the updates has of the loops before.
+        """
+        of_updates = {key: value for key, value in self.local.items() if key == OF_UPDATES}
+        return {**of_updates, **blocks.inputs.of_rank(), **self.mine.entries(self.mine.attached())}
 
     def finish(self) -> None:
         """When the script ends, record that it does not return to a loop that it has left early.

@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 import random
 import traceback
+import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from types import FrameType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -277,7 +278,7 @@ class Prover:
             log.warning(
                 "holdfast: step %d: not a count of steps: %s. A block runs again after a fault and for its check, and "
                 "a process that joins or resumes counts from the start: use step.number, or count "
-                "`if step.committed:` in session(state={...})",
+                "`if step.committed:` in session(state={...}), which also takes generators",
                 step,
                 ", ".join(counters[:_TOLD_MAX]),
             )
@@ -389,6 +390,9 @@ def _variables(frame: FrameType) -> _Variables:
             continue  # a placeholder, which has the methods of an iterator
         elif isinstance(value, Iterator | random.Random) or hasattr(value, "bit_generator"):
             drawing[name] = position_of(value) if isinstance(value, GeneratorType) else ""
+        elif not isinstance(value, type) and hasattr(value, "manual_seed") and hasattr(value, "get_state"):
+            state = value.get_state().numpy().tobytes()  # of a generator of torch
+            drawing[name] = f"at {zlib.crc32(state):08x}"
         elif name != "self" and not _is_ours(value):
             attributes = _attributes(value)
             inner.update(

@@ -76,7 +76,10 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     # An element may be new in each step, or not there yet, so its container counts as well.
     containers = {owner for name in flow.wanted for owner in owners_of(name) if _is_container(owner)}
     wanted_names = flow.wanted | containers
-    read = [name for name, writes in first.items() if not writes and name in wanted_names]
+    needed = {n for n in first if n in wanted_names or not flow.wanted.isdisjoint(_with_dict(n))} - _swept(
+        block
+    )
+    read = [name for name, writes in first.items() if not writes and name in needed]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
     return {
@@ -213,7 +216,8 @@ class _DataFlow:
 
     def reaches(self, assignment: Assignment) -> bool:
         """Return whether the value of a wanted expression may depend on ``assignment``."""
-        names = [use.name for target in targets(assignment) for use in uses(target)]
+        written = [use.name for target in targets(assignment) for use in uses(target)]
+        names = {each for name in written for each in _with_dict(name) if each == name or each in self.wanted}
         parts = [part for name in names for part in self._parts.get(name, ())]
         number = self._number.get(id(assignment))
         # An attribute or an element may belong to an object that has another name as well.
@@ -404,7 +408,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             if not isinstance(node.ctx, ast.Load):
                 yield VariableUse(chain(node.value), False, None)
             yield _use(f'{chain(node.value)}["{key}"]', node)
-        case ast.Subscript(value=ast.Name() | ast.Attribute()):
+        case ast.Subscript() if _is_item_of_variable(node):
             yield from _items(node.slice, results=results)
             yield from _item_uses(node)
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
@@ -420,10 +424,51 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
                 yield from _items(child, results=results)
 
 
+def _is_item_of_variable(node: ast.Subscript) -> bool:
+    """Return whether ``node`` is an item of a variable, or a written item of such an item (``rows["x"][0] = 1``)."""
+    written_item = not isinstance(node.ctx, ast.Load) and bool(_container(node.value))
+    return isinstance(node.value, ast.Name | ast.Attribute) or written_item
+
+
 def _item_uses(node: ast.Subscript) -> Iterator[VariableUse]:
     """Yield the uses of an item of a container. An assignment writes the container, and not the objects around it."""
-    container = chain(node.value)
+    container = _container(node.value)
+    if not isinstance(node.value, ast.Name | ast.Attribute):
+        yield VariableUse(container, False, None)  # the other items stay
     yield from (_use(container, node) if use.name == container else use for use in uses(node.value))
+
+
+def _container(node: ast.expr) -> str:
+    """Return the variable, attribute or element of a dict to which a nested item (``rows["x"][0]``) belongs.
+
+    The result is empty if it is the result of another expression.
+    """
+    match node:
+        case ast.Subscript(slice=ast.Constant(value=str(key)), value=owner) if chain(owner):
+            return f'{chain(owner)}["{key}"]'
+        case ast.Subscript():
+            return _container(node.value)
+    return chain(node)
+
+
+def _swept(block: ast.AST) -> set[str]:
+    """Return the containers with nested items that ``block`` writes only at the positions of an inner ``for`` loop.
+
+    Each step then writes all items that it uses: the storage of a rollout (``rows["x"][t] = seen``).
+    """
+    inner = [node.target for node in ast.walk(block) if isinstance(node, ast.For) and node is not block]
+    positions, swept, others = written(inner), set[str](), set[str]()
+    for assignment, _ in assigned(block):
+        for target in targets(assignment):
+            match target:
+                case ast.Subscript(value=ast.Subscript() as owner, slice=at):
+                    (swept if chain(at) in positions else others).add(_container(owner))
+    return swept - others
+
+
+def _with_dict(name: str) -> tuple[str, ...]:
+    """Return ``name``, and for an element of a dict also the dict: an expression may use all of its elements."""
+    return (name, owners_of(name)[-1]) if name.endswith("]") else (name,)
 
 
 def _use(name: str, node: ast.Name | ast.Attribute | ast.Subscript) -> VariableUse:

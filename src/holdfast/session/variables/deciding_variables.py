@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
+from types import EllipsisType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of
@@ -51,6 +52,8 @@ Places = tuple[tuple[str, int], ...]
 
 VARIABLES_MAX = 4  # in a message
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+_ADDS = ("append", "appendleft", "extend", "extendleft", "add", "update", "setdefault")
+_EMPTIES = ("clear", "pop", "popleft", "popitem", "remove", "discard", "zero_", "fill", "fill_")
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
 _MARK = re.compile(f"{LOCAL}[0-9]+")
 _SAVES = re.compile(r"(^|[._])(save|copyfile)")
@@ -240,6 +243,39 @@ def counts(places: Places) -> frozenset[str]:
         else:
             others |= names
     return _without(added, others)
+
+
+@cache
+def filled(places: Places) -> frozenset[str]:
+    """Return the containers and arrays of the outermost stack frame that its loop fills, and never empties or replaces.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
+    loop = outermost_loop(places)
+    others = _names_of_items(loop)
+    found: set[str] = set()
+    for assignment, _ in assigned(loop):
+        for target in targets(assignment):
+            adds = isinstance(assignment, ast.AugAssign) or _is_item(target)
+            (found if adds else others).update(written([target]))
+    for node in ast.walk(loop):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=method, value=owner)) if method in _ADDS:
+                found.add(chain(owner))
+            case ast.Call(func=ast.Attribute(attr=method, value=owner)) if method in _EMPTIES:
+                others.add(chain(owner))
+            case ast.Delete():
+                others |= written(node.targets)
+    return _without(found, others)
+
+
+def _is_item(target: ast.expr) -> bool:
+    """Return whether ``target`` is one item of a container or an array: not all items, and not one with a name."""
+    match target:
+        case ast.Subscript(slice=ast.Slice() | ast.Constant(value=str() | EllipsisType())):
+            return False
+    return isinstance(target, ast.Subscript)
 
 
 @cache

@@ -6,11 +6,15 @@ method is read. Each chain ``self.a.b`` in the source names a kept attribute. If
 object, all attributes of the object count as kept. Methods of the script that ``state_dict()`` calls are also read.
 If the method uses ``self`` itself (``vars(self)``, ``super()``), or belongs to a library, all attributes of the
 object count as kept.
+
+A property of the script has no value of its own. The session saves its value if it saves all attributes that the
+property reads.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 from collections.abc import Iterable, Iterator
 from types import FunctionType
@@ -51,6 +55,26 @@ def kept_by(items: Iterable[object]) -> KeptAttributes:
             else:
                 objects.add(id(owner))
     return KeptAttributes(frozenset(attributes), frozenset(objects))
+
+
+def read_by_property(owner: object, name: str) -> list[str]:
+    """Return the attributes of ``owner`` from which a property of the script computes its value.
+
+    The result is empty if ``name`` is no such property, or if the value may also depend on anything else.
+    """
+    found = static_of(owner, name)
+    function = found.fget if isinstance(found, property) else None
+    if not isinstance(function, FunctionType) or not of_script(function.__code__.co_filename):
+        return []
+    source = definition(function.__code__)
+    if source is None or not source.args.args:
+        return []
+    own = source.args.args[0].arg
+    read = [chain(node).split(".") for part in source.body for node in _chains(part)]
+    if any(first != own and not hasattr(builtins, first) for first, *_ in read):
+        return []
+    names = [".".join(names) for first, *names in read if first == own]
+    return names if all(names) else []
 
 
 def _read(item: object, method: str, depth: int) -> Iterator[tuple[object, str]]:

@@ -18,12 +18,11 @@ from holdfast.session.variables.called_bodies import CallWithBody, chain, is_of_
 from holdfast.session.variables.data_flow import assigned, assigned_value, targets, uses, value_now, written
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+_CLIPS = re.compile(r"(^|[._])clip_grad")
 _SETS_RATES = re.compile(r"(^|[._])(lr|learning_rate|scheduler)")
 _GIVES_TENSORS = re.compile(r"(^|[._])(parameters|buffers|state_dict|get_parameter|get_buffer)$")
 """Methods of a module."""
 _IN_PLACE = ("copy_", "sub_", "add_")
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-"""Functions of torch that change gradients."""
 
 
 def sources(body: ast.AST, state: Set[str]) -> list[ast.AST]:
@@ -134,7 +133,7 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
             return [value]
         case ast.Call(func=ast.Attribute(attr="backward", value=loss), args=arguments):
             return [loss, *arguments]
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _CLIPS:
+        case ast.Call(func=called) if _CLIPS.search(dotted(called)):
             return [*node.args, *(keyword.value for keyword in node.keywords)]
         case ast.Call(func=ast.Attribute(attr=name, value=tensor), args=arguments) if name in (
             "mul_",

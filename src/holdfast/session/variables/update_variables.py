@@ -44,7 +44,7 @@ from holdfast.session.variables.deciding_variables import (
     places_in_script,
     stores,
 )
-from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
+from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
     GENERATOR,
@@ -182,17 +182,22 @@ class UpdateVariables:
         The code after the loop may change them. The source has not been searched yet, so the names come from the
         loaded state.
         """
-        for history in (self._history, self._of_rank):
-            if history.continues:
-                history.passes_end(self._read(values_of(history.newest), fresh=True))
+        if self._history.continues:
+            self._history.passes_end(plain_values(values_of(self._history.newest), self._source))
+        if self._of_rank.continues:
+            self._of_rank.passes_end(self._read(values_of(self._of_rank.newest), fresh=True))
 
     def enters_loop(self) -> None:
         """Read the values of the variables when this process enters the loop in which it continues the job."""
+        if self._history.continues:
+            self._history.enters(plain_values(values_of(self._history.newest), self._source))
         if self._of_rank.continues:
             self._of_rank.enters(self._read(values_of(self._of_rank.newest), fresh=True))
 
     def look(self, *, joins: bool) -> None:
         """Read and compare the values of the variables at the first update of a block.
+
+        At the later updates, only containers that have begun again are found.
 
         Raises:
             StepError: this process continues the job, and a variable has its initial value again.
@@ -201,7 +206,12 @@ class UpdateVariables:
             self._warn(
                 "whether a file is saved depends on", names, plain_values(present_values(names), self._source)
             )
-        if not self._names or self._of_rank.values:
+        if not self._names:
+            return
+        if self._of_rank.values:  # a variable of a later optimizer of this block
+            for history in (self._history, self._of_rank):
+                if again := history.emptied(self._names):
+                    self._refuse(again, history, HINT)
             return
         found = present_values(self._names)
         values = plain_values(found, self._source)
@@ -416,6 +426,8 @@ class UpdateVariables:
         found = values_of([*owners, name], place)
         if any(value is item for value in found.values() for item in self._left_out):
             return True
+        if owners and (read := read_by_property(found.get(owners[-1]), name.removeprefix(f"{owners[-1]}."))):
+            return all(self._declared(f"{owners[-1]}.{each}", place, objects, kept) for each in read)
         source = self._source
         if source is None:
             return False

@@ -11,6 +11,11 @@ A count has its first value at the first update, and changes after that update. 
 step, the values at the updates do not show that the count has begun again. So variables that have had one value in
 all updates are also read when the script takes the next step. In the process that continues the job, such a variable
 is compared if it has the first value both at the start of the loop and at the update.
+
+A block may also add to a container before its update: a list of norms, the sums of an average. At the first update of
+the continuing process it then has one item, and not its first value. Such a container has begun again if it was empty
+where the process has entered the loop, and the source only fills it. This does not apply to arrays, because a rollout
+may write all items of an array.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Set
 from typing import Any, NamedTuple
 
-from holdfast.session.variables.deciding_variables import Places, counts, lasting_variables
+from holdfast.session.variables.deciding_variables import Places, counts, filled, lasting_variables
 
 PlainValue = bool | int | float | str
 Names = Mapping[str, tuple[tuple[str, int], Places]]
@@ -27,6 +32,8 @@ ZEROS = "of zeros"
 """The end of the text for an array or tensor that has only zeros."""
 
 
+EMPTY = ("[]", "()", "{}")
+"""The texts of empty containers."""
 ARRAYS = ("an array ", "a tensor ")
 """The begin of the text for an array or a tensor."""
 
@@ -140,10 +147,27 @@ class VariableHistory:
         if type(value) is type(before) is int and value < before and name in counts(places):
             return True
         may_begin = self._record.ended and name not in lasting_variables(places)
+        if self._was_emptied(name, places):
+            return True
         again = self._record.first.get(name) == value or (isinstance(value, str) and value.endswith(ZEROS))
         if value == before == self._at_begin.get(name):
             before = self.before(name)
         return again and value != before and not may_begin
+
+    def _was_emptied(self, name: str, places: Places) -> bool:
+        """Return whether a container that the loop only fills was empty where this process has entered the loop."""
+        if self._at_begin.get(name) not in EMPTY or self.newest.get(name) in EMPTY or name in self.unchanged:
+            return False
+        may_begin = self._record.ended and name not in lasting_variables(places)
+        return not may_begin and name in filled(places)
+
+    def emptied(self, names: Names) -> dict[str, PlainValue]:
+        """Return the containers that have begun again, with their values where this process has entered the loop.
+
+        The result is empty if this process does not continue a job. The values in the open block do not matter.
+        """
+        found = (name for name, (_, places) in names.items() if self._was_emptied(name, places))
+        return {name: self._at_begin[name] for name in found} if self.continues else {}
 
     def has_first_values(self, values: Mapping[str, PlainValue]) -> bool:
         """Return whether all ``values`` are those of the first step of the job."""

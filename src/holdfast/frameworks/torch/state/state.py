@@ -341,16 +341,20 @@ class TorchState:
     def declares(self, value: object) -> bool:
         """Return whether the state of the session contains ``value``.
 
-        True for tensors of the state, schedules, the scaler and parameter groups, and for the user's own values, also
-        inside of lists and dicts. False for modules and optimizers, because most of their attributes are not part of
-        the state (:meth:`keeps`). False for None, the scaler of a session without a scaler.
+        True for tensors of the state, arrays that use their memory, schedules, the scaler, states and parameter
+        groups of optimizers, and for the user's own values, also inside of lists and dicts. False for modules and
+        optimizers, because most of their attributes are not part of the state (:meth:`keeps`). False for None, the
+        scaler of a session without a scaler.
         """
         if value is None or isinstance(value, torch.nn.Module | Optimizer):
             return False
         if isinstance(value, torch.Tensor) and self._has_tensor(value):
             return True
-        groups = (group for each in self.optimizers.values() for group in each.optimizer.param_groups)
-        items = (self.scaler, *groups, *self.schedulers.values(), *_nested(self.extras))
+        if isinstance(value, np.ndarray) and value.ctypes.data in self.addresses():
+            return True  # the memory of a tensor: torch.from_numpy(value)
+        optimizers = [each.optimizer for each in self.optimizers.values()]
+        of_optimizers = (item for each in optimizers for item in (each.state, *each.param_groups))
+        items = (self.scaler, *of_optimizers, *self.schedulers.values(), *_nested(self.extras))
         return any(value is item for item in items)
 
     def in_user_state(self, value: object) -> bool:

@@ -6,7 +6,9 @@ when the first backward pass of the block reaches the output of its module, and 
 gradients before that backward pass (``zero_grad`` at the start, or of each optimizer before its own backward pass). It
 is also fine to leave them in a module that this block does not train. With several optimizers, the backward pass of one
 network may pass through another one whose gradients are cleared later (GANs that train the generator first). So there
-the refusal waits for the update, which the left-over gradient must still reach.
+the refusal waits for the update, which the left-over gradient must still reach. A block may also pass through a frozen
+network and not train it. So at the vote, a gradient is refused only if the block has added to it, or if its optimizer
+is about to step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from holdfast.errors import StepError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.state.boxes import local_of
 
-_Gradient = tuple[torch.Tensor, weakref.ref[torch.Tensor]]  # a parameter, and the gradient that it had
+# A parameter, the gradient that it had, and the number of the writes to this gradient.
+_Gradient = tuple[torch.Tensor, weakref.ref[torch.Tensor], int]
 
 _ADVICE = (
     "call optimizer.zero_grad() in each block, before backward or after optimizer.step(); to accumulate, do so inside "
@@ -60,7 +63,11 @@ class Leftover:
     def begin(self) -> None:
         """Record the present gradients at the start of a block, by weak references."""
         self._left = [
-            [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
+            [
+                (p, weakref.ref(gradient), _writes(gradient))
+                for p in parameters
+                if (gradient := p.grad) is not None
+            ]
             for parameters in self._parameters
         ]
         self._suspects = []
@@ -84,7 +91,7 @@ class Leftover:
             return
         trained = {id(parameter) for parameter in self._trained()}
         mine = [held for held in kept if id(held[0]) in trained]
-        if not _any([p.grad for p, _ in mine if p.grad is not None]):
+        if not _any([p.grad for p, *_ in mine if p.grad is not None]):
             return
         if self._several and (self._last[1] or self._scaled):
             self._suspects += mine
@@ -95,15 +102,20 @@ class Leftover:
         """Refuse an update with gradients of an earlier block that no ``zero_grad`` has removed.
 
         Args:
-            members: parameters of the optimizer that is about to step; None means the parameters of all optimizers.
+            members: parameters of the optimizer that is about to step. None at the vote: gradients of all optimizers
+                to which the block has added.
 
         Raises:
             StepError: a parameter still has such a gradient.
         """
         if not self._suspects:
             return
-        wanted = None if members is None else {id(p) for p in members}
-        if _still([held for held in self._suspects if wanted is None or id(held[0]) in wanted]):
+        still = _still(self._suspects)
+        if members is None:
+            used = any(p.grad is not None and _writes(p.grad) != writes for p, _, writes in still)
+        else:
+            used = not {id(p) for p, *_ in still}.isdisjoint(map(id, members))
+        if used:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -116,7 +128,13 @@ class Leftover:
 
 def _still(held: Iterable[_Gradient]) -> list[_Gradient]:
     """Return the parameters that still have the recorded gradient."""
-    return [(p, gradient) for p, gradient in held if p.grad is not None and p.grad is gradient()]
+    return [each for each in held if each[0].grad is not None and each[0].grad is each[1]()]
+
+
+def _writes(gradient: torch.Tensor) -> int:
+    """Return a number that changes when an operation writes ``gradient``."""
+    # A DTensor does not count the writes to its part.
+    return private_api.writes_to(gradient) + private_api.writes_to(local_of(gradient))
 
 
 def _any(gradients: Iterable[torch.Tensor]) -> bool:
