@@ -59,6 +59,55 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "a.pool.count",
     ),
     "loss.backward()\nclip_grad_norm_(net.parameters(), limit)\noptimizer.step()\nlimit *= 0.9": ("limit",),
+    # Caches: a process that begins with an empty one makes the same entries again.
+    (
+        "n = len(batch)\n"
+        "if n not in masks:\n"
+        "    masks[n] = ones(n) / n\n"
+        "loss = x * masks[n]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
+    (
+        "n = len(batch)\n"
+        "if mask is None or mask.size(0) != n:\n"
+        "    mask = ones(n)\n"
+        "loss = x * mask\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
+    # No caches: the entry depends on the data, or the first time of a key counts.
+    (
+        "n = len(batch)\n"
+        "if n not in goals:\n"
+        "    goals[n] = net(batch)\n"
+        "loss = x * goals[n]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("goals",),
+    (
+        "n = len(batch)\n"
+        "if n not in seen:\n"
+        "    weight = 2.0\n"
+        "    seen[n] = True\n"
+        "else:\n"
+        "    weight = 1.0\n"
+        "loss = x * weight\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("seen",),
+    (
+        "n = len(batch)\n"
+        "weight = 2.0 if n not in seen else 1.0\n"
+        "if n not in seen:\n"
+        "    seen[n] = n\n"
+        "loss = x * weight\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("seen",),
+    (
+        "if best is None or loss < best:\n    best = loss\nloss = x * best\nloss.backward()\noptimizer.step()"
+    ): ("best",),
     # A function of the standard library changes its argument, and an attribute of an item changes the container.
     "loss = x * heap[0]\nloss.backward()\noptimizer.step()\nheapq.heappush(heap, number)": ("heap",),
     "loss = x * sum(m.v for m in meters)\nloss.backward()\noptimizer.step()\nmeters[k].v += 1": ("meters",),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import owners_of, values_of
@@ -79,6 +79,8 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     needed = {n for n in first if n in wanted_names or not flow.wanted.isdisjoint(_with_dict(n))} - _swept(
         block
     )
+    caches = _caches(block)
+    needed = {name for name in needed if caches.isdisjoint((name, *owners_of(name)))}
     read = [name for name, writes in first.items() if not writes and name in needed]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
@@ -306,6 +308,107 @@ def _text_of(test: ast.expr) -> str:
     """
     called = any(isinstance(node, CallWithBody) for node in ast.walk(test))
     return f"{id(test)}" if called else ast.unparse(test)
+
+
+def _caches(block: ast.AST) -> set[str]:
+    """Return the caches of ``block``: containers whose entries follow from their keys, and values from a comparison.
+
+    There are two forms: ``if n not in masks: masks[n] = make_mask(n)``, and ``if mask is None or len(mask) != n: mask =
+    make_mask(n)``. The value may depend only on the names in the condition and on what no step changes. Nothing else
+    may be under the condition, and no other expression may ask which keys there are. A cache carries nothing from step
+    to step: a process that begins with an empty one makes the same entries again.
+    """
+    found: dict[str, bool] = {}
+    every, stored = list(assigned(block)), written([block])
+    for node, tests in every:
+        for name in written(targets(node)):
+            found[name] = found.get(name, True) and _fills(name, node, tests, every, stored)
+    changed = (_changed_by(node) for node in ast.walk(block) if isinstance(node, ast.Call))
+    others = {name for name, *_ in filter(None, changed)}
+    caches = {name for name, fills in found.items() if fills and name not in others}
+    return {name for name in caches if _only_fills_ask(name, block)}
+
+
+def _fills(
+    name: str,
+    node: Assignment,
+    tests: Sequence[ast.expr],
+    every: Sequence[tuple[Assignment, Sequence[ast.expr]]],
+    stored: Set[str],
+) -> bool:
+    """Return whether an assignment to ``name`` fills a cache.
+
+    Args:
+        name, node, tests: the variable, the assignment, and the conditions around it.
+        every: all assignments of the block, each with its conditions.
+        stored: the variables that the block writes.
+    """
+    if isinstance(node, ast.For) or not tests or node.value is None:
+        return False
+    guard = tests[-1]
+    match guard, list(targets(node)):
+        case ast.Compare(ops=[ast.NotIn()], left=key), [ast.Subscript(slice=at)] if not isinstance(
+            at, ast.Constant
+        ):
+            given = names_in([key])
+        case _, [ast.Name() | ast.Attribute()] if _asks_for_another(guard, name):
+            given = names_in([guard]) - {name}
+        case _:
+            return False
+    behind, waiting = set[str](), names_in([node.value])
+    while waiting:
+        each = waiting.pop()
+        parts = {each, *owners_of(each)}
+        if each in behind or not given.isdisjoint(parts):
+            continue
+        behind.add(each)
+        sources = [other for other, _ in every if not written(targets(other)).isdisjoint(parts)]
+        if any(isinstance(other, ast.For) for other in sources) or (
+            not sources and _may_change(parts, stored)
+        ):
+            return False
+        waiting |= names_in(value for other in sources if (value := assigned_value(other)) is not None)
+    under = {each for other, around in every if guard in around for each in written(targets(other))}
+    return under <= behind | {name}
+
+
+def _asks_for_another(guard: ast.expr, name: str) -> bool:
+    """Return whether a condition holds if ``name`` is None, or is not of the size or kind that a step needs."""
+    parts = guard.values if isinstance(guard, ast.BoolOp) and isinstance(guard.op, ast.Or) else [guard]
+    operators = [part.ops[0] for part in parts if isinstance(part, ast.Compare)]
+    differs = [each for each in operators if isinstance(each, ast.NotEq)]
+    known = [each for each in operators if isinstance(each, ast.NotEq | ast.Is)]
+    owners = {part for use in names_in(parts) for part in (use, *owners_of(use))}
+    return bool(differs) and len(known) == len(parts) and name in owners
+
+
+def _may_change(parts: Set[str], stored: Set[str]) -> bool:
+    """Return whether a variable without an assignment may be another one in each step.
+
+    The block stores it (``with step as batch``), or it is a tensor or an object with weights.
+
+    Args:
+        parts: the variable, and the variables that hold it.
+        stored: the variables that the block writes.
+    """
+    values = [value for each in parts if not isinstance(value := value_now(each), ModuleType | type)]
+    has_numbers = any(hasattr(value, "dtype") or hasattr(value, "parameters") for value in values)
+    return has_numbers or not stored.isdisjoint(parts)
+
+
+def _only_fills_ask(name: str, block: ast.AST) -> bool:
+    """Return whether ``block`` asks for the keys of a container only in conditions around its entries."""
+    allowed: set[int] = set()
+    entries = False
+    for node in ast.walk(block):
+        match node:
+            case ast.Subscript(value=owner) if chain(owner) == name:
+                allowed.add(id(owner))
+                entries = entries or not isinstance(node.ctx, ast.Load)
+            case ast.If(test=ast.Compare(ops=[ast.NotIn()], comparators=[owner])):
+                allowed.add(id(owner))
+    loads = (node for node in ast.walk(block) if isinstance(node, ast.expr) and chain(node) == name)
+    return not entries or all(id(node) in allowed for node in loads)
 
 
 def names_in(nodes: Iterable[ast.AST]) -> set[str]:
