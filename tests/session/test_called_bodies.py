@@ -391,3 +391,39 @@ def test_a_nest_of_many_calls_is_searched(tmp_path: Path) -> None:
     found = deciding_variables(((str(file), line),), update=True)
     assert found == ("strength.calls", "strength.now")
     assert strength and part
+
+
+SETTINGS = """
+class Settings(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Strength:
+    def __init__(self):
+        self.calls = 0
+
+    def tune(self):
+        self.calls += 1
+        return self.calls
+
+
+for step in steps:
+    with step as batch:
+        batch = READS
+        loss = batch * strength.tune()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_reads_of_settings_do_not_take_the_bodies_of_calls(tmp_path: Path) -> None:
+    text = SETTINGS.replace("READS", "; ".join(["batch", *["batch = settings.rate"] * 200]))
+    (file := tmp_path / "train.py").write_text(text)
+    linecache.checkcache()
+    module = types.ModuleType("train")
+    exec(compile(text[: text.index("for step")], str(file), "exec"), vars(module))
+    settings, strength = module.Settings(rate=1), module.Strength()
+    line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
+    assert deciding_variables(((str(file), line),), update=True) == ("strength.calls",)
+    assert settings and strength

@@ -48,6 +48,7 @@ from holdfast.session.variables.script_trees import parsed
 
 DEPTH_MAX = 3
 BODIES_MAX = 50
+READS_MAX = 100
 LOCAL = "@"
 """Character in the new name of a local variable of a called function. No variable of a script has it."""
 
@@ -172,7 +173,8 @@ class _Bodies(ast.NodeTransformer):
         for node in ast.walk(tree_of(place[0])):
             if isinstance(node, ast.Global | ast.Nonlocal):
                 self._variables.update(node.names)
-        self._count = 0
+        self._count = 0  # bodies
+        self._reads = 0  # reads of properties and the like, which count as calls
         self._around = _Around(0, ())
         self._open: deque[_Open] = deque()
 
@@ -222,9 +224,12 @@ class _Bodies(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         getter = _getter(node, self._place)
-        if getter is None:
+        if getter is None or self._reads >= READS_MAX:
             return node
-        return self._with_body(ast.copy_location(ast.Call(node, [], []), node), getter) or node
+        found = self._with_body(ast.copy_location(ast.Call(node, [], []), node), getter)
+        # Settings may have `__getattr__`: their reads must not take the bodies of calls.
+        self._reads += found is not None
+        return found or node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -238,7 +243,7 @@ class _Bodies(ast.NodeTransformer):
         depth, active = self._around
         if not is_of_update:
             depth += 1
-            if depth > DEPTH_MAX or self._count >= BODIES_MAX:
+            if depth > DEPTH_MAX or self._count - self._reads >= BODIES_MAX:
                 return None
         source = None if code in active or not of_script(code.co_filename) else definition(code)
         if source is None:

@@ -650,7 +650,8 @@ def _is_container(name: str) -> bool:
 
 def _is_tensor(name: str) -> bool:
     """Return whether the variable ``name`` is now a tensor or an array."""
-    return hasattr(value_now(name), "dtype")
+    value = value_now(name)
+    return hasattr(value, "dtype") and not hasattr(value, "parameters")  # some modules have a dtype
 
 
 def _is_own(name: str) -> bool:

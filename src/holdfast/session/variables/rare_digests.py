@@ -104,4 +104,4 @@ def _is_rare(value: object, plain: PlainValue | None) -> bool:
     """Return whether a tensor or array has no plain value, or the plain value of a container is its number of items."""
     if isinstance(value, CONTAINERS):
         return plain == f"{len(value)} items" and len(value) <= ITEMS_MAX
-    return plain is None and hasattr(value, "dtype")
+    return plain is None and hasattr(value, "dtype") and not hasattr(value, "parameters")
