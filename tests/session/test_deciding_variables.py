@@ -76,6 +76,15 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "loss.backward()\n"
         "optimizer.step()"
     ): (),
+    (
+        "n = len(batch)\n"
+        "if n not in masks:\n"
+        "    part = eye(n, device=batch.device)\n"
+        "    masks[n] = part / n\n"
+        "loss = x * masks[n]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
     # No caches: the entry depends on the data, or the first time of a key counts.
     (
         "n = len(batch)\n"
@@ -108,6 +117,15 @@ UPDATES: dict[str, tuple[str, ...]] = {
     (
         "if best is None or loss < best:\n    best = loss\nloss = x * best\nloss.backward()\noptimizer.step()"
     ): ("best",),
+    (
+        "n = len(batch)\n"
+        "if n not in masks:\n"
+        "    masks[n] = ones(n) * scale\n"
+        "loss = x * masks[n]\n"
+        "loss.backward()\n"
+        "optimizer.step()\n"
+        "scale *= 0.9"
+    ): ("masks",),
     # A function of the standard library changes its argument, and an attribute of an item changes the container.
     "loss = x * heap[0]\nloss.backward()\noptimizer.step()\nheapq.heappush(heap, number)": ("heap",),
     "loss = x * sum(m.v for m in meters)\nloss.backward()\noptimizer.step()\nmeters[k].v += 1": ("meters",),

@@ -29,6 +29,8 @@ _CHANGE_ARGUMENT = (
     *("insort", "insort_left", "insort_right"),
 )
 """Functions of the standard library and of NumPy that change their first argument."""
+_KINDS = ("device", "dtype")
+"""Attributes of a batch that are the same in each step."""
 _SETS = ("clear", "copy_", "fill_", "zero_")
 """Methods after which a container or a tensor has nothing of its earlier content."""
 
@@ -359,15 +361,13 @@ def _fills(
     while waiting:
         each = waiting.pop()
         parts = {each, *owners_of(each)}
-        if each in behind or not given.isdisjoint(parts):
+        if each in behind or not given.isdisjoint(parts) or each.rpartition(".")[2] in _KINDS:
             continue
         behind.add(each)
-        sources = [other for other, _ in every if not written(targets(other)).isdisjoint(parts)]
-        if any(isinstance(other, ast.For) for other in sources) or (
-            not sources and _may_change(parts, stored)
-        ):
+        sources = [other for other in every if not written(targets(other[0])).isdisjoint(parts)]
+        if any(guard not in around for _, around in sources) or (not sources and _may_change(parts, stored)):
             return False
-        waiting |= names_in(value for other in sources if (value := assigned_value(other)) is not None)
+        waiting |= names_in(value for other, _ in sources if (value := assigned_value(other)) is not None)
     under = {each for other, around in every if guard in around for each in written(targets(other))}
     return under <= behind | {name}
 
