@@ -177,13 +177,15 @@ class HostChecks(Checks):
     def _entitled(self, process: DecidingProcess, kind: str) -> None:
         """Check that a controller may write a record of this kind.
 
-        A decision about the whole job needs a majority. An exit needs the request of a user.
+        A decision about the whole job needs a majority. An exit needs the request of a user. Before the start of the
+        first rank it needs no majority: nothing is trained, and a user may leave while hosts are missing.
         """
         if process.alone and kind in TRAINS:
             raise Violation("a_minority_only_saves", f"{process.host} is alone and writes {kind}")
         if kind in EXITS and not self.exit_asked:
             raise Violation("an_exit_is_asked_for", f"{process.host} writes {kind}, no user has asked")
-        if not process.alone and kind in OF_THE_JOB and self._hosts.is_cut_off(process.host):
+        begins = kind == "exit_requested" and not process.past.seats
+        if not process.alone and kind in OF_THE_JOB and not begins and self._hosts.is_cut_off(process.host):
             raise Violation("a_majority_decides", f"{process.host} writes {kind}, it hears no majority")
 
     def sends(self, process: DecidingProcess, message: Message) -> None:
