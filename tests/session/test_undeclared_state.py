@@ -10,7 +10,8 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.exit_codes import Exit
-from holdfast.session.steps.undeclared_state import UndeclaredState, number_of_look
+from holdfast.session.steps.undeclared_state import UndeclaredState
+from holdfast.session.variables.look_schedule import number_of_look
 from tests.session.launch import run_job
 
 JOB = str(Path(__file__).with_name("undeclared_job.py"))

@@ -85,13 +85,18 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
         digest = (self.digest + DIGEST_MODULUS // 2) % DIGEST_MODULUS - DIGEST_MODULUS // 2
         return [
             *(1, *(int(flag) for flag in flags), residue, residue * residue),
-            *(int(self.updates > 0), self.updates, self.updates * self.updates),
-            *(int(self.earlier > 0), self.earlier, self.earlier * self.earlier),
+            *_counted(self.updates),
+            *_counted(self.earlier),
             *(int(self.joins), int(self.again), int(self.mixed)),
-            *(int(self.variables > 0), self.variables, self.variables * self.variables),
-            *(int(self.user_state > 0), self.user_state, self.user_state * self.user_state),
+            *_counted(self.variables),
+            *_counted(self.user_state),
             *(self.plan, self.plan * self.plan, digest),
         ]
+
+
+def _counted(number: int) -> tuple[int, int, int]:
+    """Return the three words by which a number of some ranks is compared: 1 if it is given (not 0), it, its square."""
+    return int(number > 0), number, number * number
 
 
 def all_equal(count: int, total: int, squares: int) -> bool:
@@ -133,9 +138,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     # They are so because a replacement joins, or all ranks are replacements and begin with them again; then ``passed``
     # is False.
     began_again: bool = False
-    user_state_differs: bool = (
-        False  # values in ``state=`` on which the updates depend; then ``passed`` is False
-    )
+    # Values in ``state=`` on which the updates depend differ between ranks; then ``passed`` is False.
+    user_state_differs: bool = False
     reason: str = ""
 
     @property

@@ -340,11 +340,6 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def writes_to(tensor: torch.Tensor) -> int:
-    """Return a number that changes when an operation writes ``tensor``."""
-    return tensor._version
-
-
 def largest(values: list[torch.Tensor]) -> torch.Tensor:
     """Return the largest magnitude in each of several tensors of one device: shape ``(len(values),)``, float32."""
     return torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))])

@@ -26,12 +26,11 @@ from holdfast.errors import UsageError
 from holdfast.frameworks.common.optional_abilities import FindsUndeclaredState
 from holdfast.runtime.worker.script_frames import variables_of_script
 from holdfast.session.variables.deciding_variables import places_in_script, renewed_containers
+from holdfast.session.variables.look_schedule import LOOKS, number_of_look
 from holdfast.session.variables.search_defects import warns_of_defects
 
 log = logging.getLogger("holdfast")
 
-LOOKS = 3
-GROWTH_BITS = 2  # the distance of three looks from the first look grows by a factor of 4
 _EFFECT = "not part of the session, so a process that joins or resumes begins with other values of it"
 
 
@@ -122,14 +121,3 @@ def _renewed() -> Set[str]:
     with warns_of_defects("averages in containers that each step replaces are not searched"):
         found = renewed_containers(places_in_script())
     return found
-
-
-def number_of_look(since: int) -> int | None:
-    """Return which search of a group of three (0, 1 or 2) is due ``since`` steps after the first search.
-
-    The result is None if no search is due.
-    """
-    if since < LOOKS:
-        return since
-    begin = 1 << (since.bit_length() - 1) // GROWTH_BITS * GROWTH_BITS
-    return since - begin if 1 < begin and since - begin < LOOKS else None

@@ -78,11 +78,9 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     # An element may be new in each step, or not there yet, so its container counts as well.
     containers = {owner for name in flow.wanted for owner in owners_of(name) if _is_container(owner)}
     wanted_names = flow.wanted | containers
-    needed = {n for n in first if n in wanted_names or not flow.wanted.isdisjoint(_with_dict(n))} - _swept(
-        block
-    )
-    caches = _caches(block)
-    needed = {name for name in needed if caches.isdisjoint((name, *owners_of(name)))}
+    needed = {name for name in first if name in wanted_names or not flow.wanted.isdisjoint(_with_dict(name))}
+    caches, swept = _caches(block), _swept(block)
+    needed = {name for name in needed - swept if caches.isdisjoint((name, *owners_of(name)))}
     read = [name for name, writes in first.items() if not writes and name in needed]
     # A new object has other attributes and elements. Its methods are no variables, so they stand for the object.
     methods = dict(_methods_in(block))
@@ -349,9 +347,7 @@ def _fills(
         return False
     guard = tests[-1]
     match guard, list(targets(node)):
-        case ast.Compare(ops=[ast.NotIn()], left=key), [ast.Subscript(slice=at)] if not isinstance(
-            at, ast.Constant
-        ):
+        case ast.Compare(left=key), _ if _fills_cache(node, tests):
             given = names_in([key])
         case _, [ast.Name() | ast.Attribute()] if _asks_for_another(guard, name):
             given = names_in([guard]) - {name}

@@ -52,6 +52,12 @@ def identified(*parts: bytes) -> int:
     return found % (STEP_MODULUS - 1) + 1
 
 
+def identified_values(values: Mapping[str, PlainValue]) -> int:
+    """Return a number from 1 to STEP_MODULUS - 1 that identifies ``values``, by name; 0 if there are none."""
+    found = [(name, as_number(value)) for name, value in sorted(values.items())]
+    return identified(repr(found).encode()) if found else 0
+
+
 def as_number(value: PlainValue) -> PlainValue:
     """Return an equal value that is a whole number if there is one: ``0`` for ``0.0`` and ``False``."""
     return int(value) if isinstance(value, bool | float) and value == value // 1 else value
@@ -130,12 +136,7 @@ def _as_text(value: Any) -> str:
     """Return a text for an array or container. Different contents give different texts."""
     if isinstance(value, np.ndarray):
         return f"an array {value.shape} {_content_as_text(value.tobytes())}"
-    text = repr(_without_kinds(value))
-    return (
-        text
-        if len(text) <= TEXT_LENGTH_SHOWN
-        else f"{len(value)} values with checksum {zlib.crc32(text.encode()):08x}"
-    )
+    return _shortened(repr(_without_kinds(value)), f"{len(value)} values")
 
 
 def _without_kinds(value: Any) -> Any:
@@ -155,10 +156,13 @@ def _without_kinds(value: Any) -> Any:
 def _simple_as_text(value: Any) -> str:
     """Return a text for a value of one of the types in ``_SIMPLE``."""
     text = f"{type(value).__name__} {value.tobytes().hex()}" if isinstance(value, memoryview) else repr(value)
+    return _shortened(text, f"{text[:20]}...")
+
+
+def _shortened(text: str, begin: str) -> str:
+    """Return ``text`` if it is short, otherwise ``begin`` with a checksum of ``text``."""
     return (
-        text
-        if len(text) <= TEXT_LENGTH_SHOWN
-        else f"{text[:20]}... with checksum {zlib.crc32(text.encode()):08x}"
+        text if len(text) <= TEXT_LENGTH_SHOWN else f"{begin} with checksum {zlib.crc32(text.encode()):08x}"
     )
 
 

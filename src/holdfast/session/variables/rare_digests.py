@@ -20,11 +20,10 @@ from itertools import islice
 from types import FunctionType, ModuleType
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.session.variables.look_schedule import LOOKS, number_of_look
 from holdfast.session.variables.plain_values import CONTAINERS
 from holdfast.session.variables.variable_history import PlainValue
 
-FIRST_UPDATES = 3
-GROWTH_BITS = 2  # from the third update on, the number of updates grows by a factor of 4 between two digests
 ITEMS_MAX = 10_000
 """Largest number of values in a container of which a digest is taken."""
 DEPTH_MAX = 5
@@ -50,9 +49,7 @@ class RareDigests:
     @property
     def due(self) -> bool:
         """True if new digests are taken at the next update."""
-        digits = self._updates.bit_length() - 1
-        is_power = self._updates == 1 << digits and digits % GROWTH_BITS == 0 if digits > 0 else True
-        return self._updates < FIRST_UPDATES or is_power
+        return self._updates < LOOKS or number_of_look(self._updates) == 0
 
     def texts(
         self, values: Mapping[str, object], plain: Mapping[str, PlainValue], *, fresh: bool

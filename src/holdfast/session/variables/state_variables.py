@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.session.variables.deciding_variables import Places, described
 from holdfast.session.variables.plain_values import (
-    as_number,
-    identified,
+    identified_values,
     plain_values,
     present_values,
     shown,
@@ -60,8 +59,7 @@ class StateVariables:
 
         The result is 0 if there are no values.
         """
-        values = [(name, as_number(value)) for name, value in sorted(self._values.items())]
-        return identified(repr(values).encode()) if values else 0
+        return identified_values(self._values)
 
     def described(self) -> str:
         """Return a text with the variables, their values on this rank, and their places in the script."""

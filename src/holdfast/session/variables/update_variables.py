@@ -50,6 +50,7 @@ from holdfast.session.variables.plain_values import (
     GENERATOR,
     as_number,
     identified,
+    identified_values,
     plain_values,
     present_values,
     shown,
@@ -317,10 +318,7 @@ class UpdateVariables:
 
         The result is 0 if there are no values.
         """
-        values = sorted(self._history.values.items())
-        return (
-            identified(repr([(name, as_number(value)) for name, value in values]).encode()) if values else 0
-        )
+        return identified_values(self._history.values)
 
     def numbers(self) -> dict[str, int]:
         """Return a number for each value in the open block, by the name of the variable.

@@ -58,9 +58,8 @@ class GroupNumbers:
 
     def __init__(self) -> None:
         self._made: Counter[Ranks] = Counter()
-        self._late: Counter[tuple[Ranks, str]] = (
-            Counter()
-        )  # groups made after the opening, by the line that made them
+        # Groups made after the opening, by the line that made them.
+        self._late: Counter[tuple[Ranks, str]] = Counter()
         self._opened: frozenset[GroupKey] | None = None  # None: no session was opened
 
     def number(self, ranks: Ranks, place: str) -> int:

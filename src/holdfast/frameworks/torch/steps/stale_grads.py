@@ -22,7 +22,7 @@ from torch import nn
 
 from holdfast.errors import StepError
 from holdfast.frameworks.torch import private_api
-from holdfast.frameworks.torch.state.boxes import local_of
+from holdfast.frameworks.torch.state.boxes import local_of, writes_of
 
 # A parameter, the gradient that it had, and the number of the writes to this gradient.
 _Gradient = tuple[torch.Tensor, weakref.ref[torch.Tensor], int]
@@ -64,7 +64,7 @@ class Leftover:
         """Record the present gradients at the start of a block, by weak references."""
         self._left = [
             [
-                (p, weakref.ref(gradient), _writes(gradient))
+                (p, weakref.ref(gradient), writes_of(gradient))
                 for p in parameters
                 if (gradient := p.grad) is not None
             ]
@@ -112,7 +112,7 @@ class Leftover:
             return
         still = _still(self._suspects)
         if members is None:
-            used = any(p.grad is not None and _writes(p.grad) != writes for p, _, writes in still)
+            used = any(p.grad is not None and writes_of(p.grad) != writes for p, _, writes in still)
         else:
             used = not {id(p) for p, *_ in still}.isdisjoint(map(id, members))
         if used:
@@ -129,12 +129,6 @@ class Leftover:
 def _still(held: Iterable[_Gradient]) -> list[_Gradient]:
     """Return the parameters that still have the recorded gradient."""
     return [each for each in held if each[0].grad is not None and each[0].grad is each[1]()]
-
-
-def _writes(gradient: torch.Tensor) -> int:
-    """Return a number that changes when an operation writes ``gradient``."""
-    # A DTensor does not count the writes to its part.
-    return private_api.writes_to(gradient) + private_api.writes_to(local_of(gradient))
 
 
 def _any(gradients: Iterable[torch.Tensor]) -> bool:
