@@ -39,6 +39,7 @@ from holdfast.frameworks.common.random_streams import Streams
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.disabled import refuse_session
+from holdfast.runtime.worker import script_end
 from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
 from holdfast.runtime.worker.process_place import seat_here
 from holdfast.runtime.worker.user_exception import show, tell, tell_exit
@@ -191,6 +192,7 @@ class Session(ScriptLoops):
         )
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
+            script_end.entered(self)
             return self
         self._prepare_root()
         if self._rank.joining and client is not None:
@@ -199,6 +201,7 @@ class Session(ScriptLoops):
             restarted = client is not None and not library and (bool(client.resume) or restarts > 0)
             self._load(lambda: candidates(settings.resume, self.root, client, run.saves_as, restarted))
         self._open()
+        script_end.entered(self)
         return self
 
     def _join(self) -> tuple[WorkerClient | None, bool]:
@@ -648,6 +651,7 @@ class Session(ScriptLoops):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        script_end.left(self)
         self._entered_by = None
         if self._watch is None and error is not None:
             self._adapter.detach()

@@ -35,6 +35,7 @@ from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir, environment_path, open_log
 from holdfast.runtime.node.stack_texts import stacks_path
 from holdfast.runtime.node.status_page import Page
+from holdfast.runtime.worker.script_end import leaves_sessions
 from holdfast.runtime.worker.user_exception import follows, show, show_following, tell
 from holdfast.runtime.worker.worker_client import WorkerClient
 
@@ -155,7 +156,8 @@ def main() -> int:
         if client.stand_in is None:
             _record_start(client)
         install_framework(settings.framework)
-        run_script(settings)
+        with leaves_sessions():
+            run_script(settings)
     except SystemExit as error:
         code = _exit_code(error)
         if code != Exit.OK and not (code in LEFT_CODES and client.page.state()[1] is Phase.FINISHED):
