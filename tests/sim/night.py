@@ -15,7 +15,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +29,7 @@ from holdfast.sim.world import run_sim
 
 RUNS_PER_TASK = 200
 HOSTS_EVERY = 2
+PROGRESS_S = 30.0
 CLUSTERED: tuple[FaultKind, ...] = (
     *("kill", "kill", "kill", "controller", "controller", "agent", "raise", "glitch", "exit", "stop"),
     *("save_error", "ask_exit", "groups"),
@@ -136,6 +138,15 @@ def table(coverage: Coverage) -> str:
     return "\n".join(rows)
 
 
+def _count(given: argparse.Namespace, first: int) -> int:
+    """Return the number of runs of the task that begins with seed ``first``."""
+    return min(RUNS_PER_TASK, int(given.first_seed) + int(given.runs) - first)
+
+
+def _task(pool: ProcessPoolExecutor, given: argparse.Namespace, first: int) -> Future[Found]:
+    return pool.submit(run, first, _count(given, first))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the seeds that the command line asks for. Return 1 if one of them broke an invariant."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -144,21 +155,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--minutes", type=float, default=0.0, help="end after this; 0: after all runs")
     given = parser.parse_args(arguments)
-    until_s = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
     print(f"up to {given.runs} runs from seed {given.first_seed}", flush=True)
+    begun_s = told_s = time.monotonic()
+    end_s = begun_s + 60 * given.minutes if given.minutes else float("inf")
+    firsts = iter(range(given.first_seed, given.first_seed + given.runs, RUNS_PER_TASK))
     failed = done = 0
     coverage = Coverage()
     with ProcessPoolExecutor(given.processes) as pool:
-        while done < given.runs and time.monotonic() < until_s:
-            firsts = range(given.first_seed + done, given.first_seed + given.runs, RUNS_PER_TASK)
-            firsts = firsts[: given.processes]
-            counts = [min(RUNS_PER_TASK, given.first_seed + given.runs - first) for first in firsts]
-            for found in pool.map(run, firsts, counts):
+        running = {_task(pool, given, first): first for first in islice(firsts, given.processes)}
+        while running:
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for task in ended:
+                first, found = running.pop(task), task.result()
+                done += _count(given, first)
                 failed += len(found.lines)
                 coverage += found.coverage
                 if found.lines:
                     print("\n".join(found.lines), flush=True)
-            done += sum(counts)
+            now_s = time.monotonic()
+            if now_s < end_s:
+                running |= {_task(pool, given, first): first for first in islice(firsts, len(ended))}
+            if now_s > told_s + PROGRESS_S:
+                told_s = now_s
+                print(f"{done} runs, {done / (now_s - begun_s):.0f} per second, {failed} failed", flush=True)
     print(table(coverage))
     what = "no invariant was broken" if not failed else f"{failed} seeds broke an invariant"
     print(f"{done} runs: {what}")

@@ -294,12 +294,13 @@ class Roster:
 
     def check(self) -> None:
         """Raise InternalError if two members share a rank, or a member is both alive and ended."""
-        ranks = [m.rank for m in self.members]
-        if len(set(ranks)) != len(ranks):
-            raise InternalError(f"two members share a rank: {ranks}")
+        ranks = set[int]()
         for member in self.members:
+            ranks.add(member.rank)
             if member.alive == (member.exited is not None):
                 raise InternalError(f"member {member.member_id}: alive={member.alive} with {member.exited}")
+        if len(ranks) != len(self.members):
+            raise InternalError(f"two members share a rank: {[member.rank for member in self.members]}")
 
 
 def node_order(node_id: NodeId) -> tuple[int, str]:

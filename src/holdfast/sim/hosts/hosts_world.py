@@ -488,7 +488,10 @@ class HostsWorld(World):
         self.outcome = self.outcome or finish
 
     def _is_over(self) -> bool:
-        return all(host.is_over for host in self.hosts.values())
+        for host in self.hosts.values():  # after each event: a loop takes half of the time of a generator
+            if not host.is_over:
+                return False
+        return True
 
     # ---------------------------------------------------------------- workers
 
