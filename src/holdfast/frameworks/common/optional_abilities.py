@@ -44,6 +44,14 @@ class StandsIn(Protocol):
 
 
 @runtime_checkable
+class DrawsFromSeveral(Protocol):
+    """An adapter that can draw a batch of each of several loaders in one step."""
+
+    def feeds(self, loaders: Sequence[Any]) -> Sequence[Feed]:
+        """Return the batches of each of the user's loaders as a feed."""
+
+
+@runtime_checkable
 class HasGroups(Protocol):
     """An adapter whose process groups exist before a session opens. Ranks without an agent can exchange data over them.
 
@@ -387,8 +395,11 @@ class ForeignBlocks(Protocol):
     copy: int
     numbers: int
 
-    def feed(self, loader: Any, copy: int) -> Feed | None:
-        """Return the batches that copy number ``copy`` draws from the same loader; None if they are not known."""
+    def feed(self, loader: Any, copy: int, number: int = 0) -> Feed | None:
+        """Return the batches that copy number ``copy`` draws from the same loader; None if they are not known.
+
+        ``number`` is the index of the loader among the loaders of its loop.
+        """
 
     def act_as(self, copy: int, step: int) -> None:
         """Seed the next block as a block of copy number ``copy`` would be seeded at ``step``."""

@@ -49,7 +49,7 @@ from holdfast.frameworks.torch.state.parameter_names import (
     modules_of,
     passed_through,
 )
-from holdfast.frameworks.torch.state.rng import RandomNumbers, generator_digests
+from holdfast.frameworks.torch.state.rng import RandomNumbers, generator_digests, loader_seed
 from holdfast.frameworks.torch.state.snapshot import Snapshot
 from holdfast.frameworks.torch.state.state import TorchCollected, TorchRestore, TorchState
 from holdfast.frameworks.torch.state.tensor_digest import digest_of
@@ -154,7 +154,7 @@ class TorchAdapter:
         self._step = 0
         self._computed = False  # True: an optimizer of the session was about to step in this block
         self._updating = False
-        self._feed: TorchFeed | None = None
+        self._feeds: list[TorchFeed] = []  # of the newest loop
         self._suspicion = Suspicion(self.state, model)
         self._proving: Literal["", "first", "sampled"] = ""
         self._passed = 0  # blocks with an update since DDP's buckets were reset
@@ -180,8 +180,8 @@ class TorchAdapter:
     def draw_from(self, streams: Streams | None) -> None:
         """Draw random numbers from the given streams from now on (``SharesRandomNumbers``)."""
         self._random.streams = streams
-        if self._feed is not None:
-            self._feed.become(self._random.draws(self.copy.number))
+        for feed in self._feeds:
+            feed.become(self._random.draws(self.copy.number))
 
     def compare_generators(self) -> Streams:
         """Compare the random generators with those of the other ranks (``SharesRandomNumbers``). Raises: PeerLost."""
@@ -460,13 +460,18 @@ class TorchAdapter:
 
     def feed(self, loader: Any) -> TorchFeed:
         """Return the feed that draws batches from ``loader``. Raises: UsageError."""
+        return self.feeds([loader])[0]
+
+    def feeds(self, loaders: Sequence[Any]) -> list[TorchFeed]:
+        """Return a feed for each of the loaders of one loop (``DrawsFromSeveral``). Raises: UsageError."""
         stand_in = deferred_rank.current()
         spare = stand_in is not None and not stand_in.called
-        numbers = self._random
-        self._feed = TorchFeed(
-            make_source(loader, numbers.seed, numbers.draws(self.copy.number), spare=spare)
-        )
-        return self._feed
+        draws = self._random.draws(self.copy.number)
+        self._feeds = [
+            TorchFeed(make_source(loader, loader_seed(self._random.seed, number), draws, spare=spare))
+            for number, loader in enumerate(loaders)
+        ]
+        return self._feeds
 
     # ------------------------------------------------------------------ step
 

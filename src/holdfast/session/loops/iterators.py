@@ -13,17 +13,18 @@ from holdfast.frameworks.common.adapter import Adapter
 from holdfast.frameworks.common.optional_abilities import StandsIn
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.session.checkpoints.after_block import AfterBlock
+from holdfast.session.loops.combined_feed import feed_of, together
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.script_source import counter_around, enclosed
 from holdfast.session.loops.turn_position import IDIOM
 from holdfast.session.loops.turns import Turns
-from holdfast.session.steps.accumulation import checked_count, grouped
+from holdfast.session.steps.accumulation import checked_count
 from holdfast.session.steps.step import Step, StepRunner
 from holdfast.session.steps.warmup import rehearsals
 
 _IN_PLACE_OF = {
     "enumerate": "step.number, and in its epoch step.number % len(loader)",
-    "zip": "step.number for a range; for a second loader, s.steps(both) with a class whose __iter__ zips both loaders",
+    "zip": "step.number for a range; for a second loader, s.steps(loader, second)",
     "islice": "s.steps(loader, until=N)",
 }
 """What a script writes instead of a function that counts the runs of blocks."""
@@ -144,7 +145,7 @@ class ScriptLoops:
     def steps(
         self,
         loader: Any = None,
-        *,
+        *further: Any,
         until: int | None = None,
         epochs: int | None = None,
         batches: int | None = None,
@@ -159,6 +160,8 @@ class ScriptLoops:
 
         Args:
             loader: a DataLoader or any iterable of batches; if None, the block gets None instead of a batch.
+            further: more loaders, such as one of unlabeled data. The block then gets a tuple with one batch of each.
+                ``loader`` determines the epochs. A further loader begins again whenever it ends.
             until: end the loop when the job has done this many updates. The loader is iterated as often as needed, with
                 ``set_epoch`` before each pass.
             epochs: end the loop after this many passes over the loader. 1 if neither ``until`` nor ``epochs`` is given.
@@ -201,6 +204,7 @@ class ScriptLoops:
                 "fault and for its check, and a process that joins or resumes begins at 0",
                 hint=_IN_PLACE_OF[counter],
             )
+        loader = together(loader, further)
         many = checked_count(batches, loader)
         passes = epochs if until is not None or epochs is not None else 1
         self._behind.begin()
@@ -211,7 +215,7 @@ class ScriptLoops:
 
     def _after_rehearsal(self, loader: Any, batches: int | None, loop: Iterator[Step]) -> Iterator[Step]:
         self._rehearsing = True
-        feed = None if loader is None else grouped(self._adapter.feed(loader), batches, self._adapter)
+        feed = None if loader is None else feed_of(self._adapter, loader, batches)
         try:
             yield from rehearsals(self._adapter, self._blocks, feed)
             self._rehearsing = False

@@ -32,7 +32,6 @@ from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import HoldfastError, StateError, StepError, UsageError
 from holdfast.frameworks.common.adapter import Adapter, Feed
-from holdfast.frameworks.common.optional_abilities import StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.status_page import LOCAL_SIZE_BYTES_MAX
 from holdfast.runtime.worker.script_frames import frame_of_script
@@ -40,6 +39,7 @@ from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.exit_requests import RECORD
 from holdfast.session.loops.batch_digest import Drawn
+from holdfast.session.loops.combined_feed import feed_of, feed_of_copy, rescaled
 from holdfast.session.loops.dataset_check import compare_with_checkpoint, compare_with_ranks
 from holdfast.session.loops.loaded_state import LoadedState
 from holdfast.session.loops.loop_bounds import (
@@ -53,7 +53,7 @@ from holdfast.session.loops.loop_bounds import (
 from holdfast.session.loops.own_values import OwnValues
 from holdfast.session.loops.script_source import Helper, has_ended, helper, leaves
 from holdfast.session.loops.turn_position import IDIOM, TurnPosition
-from holdfast.session.steps.accumulation import AccumulatingFeed, RefilledBatches, grouped
+from holdfast.session.steps.accumulation import AccumulatingFeed, RefilledBatches
 from holdfast.session.steps.batches import Batches
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.step import Step, StepRunner
@@ -200,11 +200,8 @@ class Loops:
         world = int(session.get("world", self._adapter.world_size))
         # With other ranks a loader has another length, and an epoch another end.
         self._first = self.place.get("first") if world == self._adapter.world_size else None
-        at = self.place.get("at")
-        if at and "seen" not in at:
-            # It is not known how samples were dealt to the ranks. Assume in turn: fewer ranks then draw more each.
-            then = int(session.get("world", self._adapter.world_size))
-            self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
+        if at := self.place.get("at"):
+            self.place["at"] = rescaled(at, world, self._adapter.world_size)
         self.local = {key: value for key, value in local.items() if key not in NOT_OF_LOOPS}
         same = world == self._adapter.world_size and self._parts == self._parts_then
         self._proof.stand_at(local.get("drawn") if same else None)
@@ -274,7 +271,7 @@ class Loops:
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
-            feed = grouped(self._adapter.feed(loader), batches, self._adapter)
+            feed = feed_of(self._adapter, loader, batches)
         self._feed, self._loader = feed, _OpenLoader(loader, batches, RefilledBatches(self._adapter))
         self._data = self._compare(feed, loop)
         self._proof.begin(loader)
@@ -625,7 +622,7 @@ class Loops:
         if self._feed is None:
             return None  # the block draws its own batch
         if copy not in self._others:
-            self._others[copy] = self._feed_of(copy)
+            self._others[copy] = feed_of_copy(self._adapter, self._loader.user, copy, self._loader.batches)
         feed = self._others[copy]
         if feed is None:
             raise LookupError(copy)
@@ -634,11 +631,6 @@ class Loops:
             return feed.draw(self._epochs)
         except StopIteration as end:
             raise LookupError(copy) from end
-
-    def _feed_of(self, copy: int) -> Feed | None:
-        others = self._adapter.others if isinstance(self._adapter, StandsForOthers) else None
-        feed = None if others is None else others.feed(self._loader.user, copy)
-        return None if feed is None else grouped(feed, self._loader.batches, self._adapter)
 
     def _load(self, feed: Feed) -> list[Any]:
         batches: list[Any] = []

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from typing import Any
 
 import torch
@@ -260,7 +260,8 @@ def make_source(loader: Any, seed: int, draws: Draws, *, spare: bool = False) ->
             )
         raise UsageError(
             "steps() got an iterator: it has no start to go back to",
-            hint="give the iterable that makes it (a DataLoader, a list, an object with __iter__)",
+            hint="give the iterable that makes it (a DataLoader, a list, an object with __iter__)"
+            + ("; several loaders: s.steps(loader, second)" if isinstance(loader, zip | cycle) else ""),
         )
     return ReplaySource(loader, seed, draws)
 

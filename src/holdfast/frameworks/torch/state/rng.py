@@ -25,6 +25,7 @@ _SAMPLE: Final = 2
 _ORDER: Final = 3
 _FETCH: Final = 4
 _BETWEEN: Final = 5
+_LOADER: Final = 6
 
 Generator = torch.Generator | np.random.Generator | random.Random
 
@@ -176,6 +177,14 @@ class RandomNumbers:
         draws = self.draws(copy)
         reseed(self.seed, draws, step, between=between)
         reseed_generators(named, self.seed, draws.named, step, between=between)
+
+
+def loader_seed(seed: int, number: int) -> int:
+    """Return the seed of loader ``number`` of a loop, so that two loaders do not draw the same order.
+
+    The first loader has the seed of the session.
+    """
+    return mix(_LOADER, seed, number) if number else seed
 
 
 def order_seed(seed: int, epoch: int, stream: int) -> int:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from holdfast.frameworks.common.optional_abilities import Copy
 from holdfast.frameworks.torch.comm.comm_state import CommState
 from holdfast.frameworks.torch.data.position import MapSource, TorchFeed, make_source, unwrapped
-from holdfast.frameworks.torch.state.rng import RandomNumbers
+from holdfast.frameworks.torch.state.rng import RandomNumbers, loader_seed
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.frameworks.torch.steps.block_proof import gradients_in
 from holdfast.runtime.node.shm_allreduce import sum_in_votes
@@ -34,10 +34,13 @@ class OtherRanksBlocks:
         self._random = numbers
         self.copy, self.numbers = copy
 
-    def feed(self, loader: Any, copy: int) -> TorchFeed | None:
-        """Return the batches that copy number ``copy`` draws from the same loader; None if they are not known."""
+    def feed(self, loader: Any, copy: int, number: int = 0) -> TorchFeed | None:
+        """Return the batches that copy number ``copy`` draws from the same loader; None if they are not known.
+
+        ``number`` is the index of the loader among the loaders of its loop.
+        """
         loader, device = unwrapped(loader)
-        seed, draws = self._random.seed, self._random.draws(copy)
+        seed, draws = loader_seed(self._random.seed, number), self._random.draws(copy)
         if not isinstance(loader, DataLoader) or type(make_source(loader, seed, draws)) is not MapSource:
             return None
         sampler: Any = loader.sampler

@@ -1,0 +1,42 @@
+"""Semi-supervised training in the style of FixMatch: two loaders of different length, each with passes of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import holdfast
+from tests.others.beat import beat, end, long
+
+STEPS = long(14)
+dist.init_process_group("gloo")
+torch.manual_seed(7)
+raw = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+model = DistributedDataParallel(raw)
+optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
+labeled = TensorDataset(torch.randn(16, 6), torch.randint(4, (16,)))
+unlabeled = TensorDataset(torch.randn(56, 6), torch.randn(56, 6))
+labeled_sampler: DistributedSampler[object] = DistributedSampler(labeled)
+unlabeled_sampler: DistributedSampler[object] = DistributedSampler(unlabeled)
+labeled_loader = DataLoader(labeled, batch_size=4, sampler=labeled_sampler, drop_last=True)
+unlabeled_loader = DataLoader(unlabeled, batch_size=8, sampler=unlabeled_sampler, drop_last=True)
+
+with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
+    for step in s.steps(labeled_loader, unlabeled_loader, until=STEPS):
+        with step as ((inputs, targets), (weak, strong)):
+            beat(step.number)
+            logits = model(torch.cat((inputs, weak, strong)))
+            loss = nn.functional.cross_entropy(logits[:4], targets)
+            pseudo = torch.softmax(logits[4:12].detach(), dim=-1)
+            threshold, wanted = pseudo.max(dim=-1)
+            mask = (threshold > 0.3).float()
+            loss = loss + (nn.functional.cross_entropy(logits[12:], wanted, reduction="none") * mask).mean()
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+end(raw)
+dist.destroy_process_group()
