@@ -1,4 +1,4 @@
-"""The script ``delayed``, whose counter is in a dict that the session does not have: a replacement counts from 0.
+"""The script ``delayed``, whose counter is in a file of each process: a replacement counts from 0.
 
 Environment variable PLACE: ``behind``: the slow optimizer steps after the vote. ``before``: it steps first. ``rate``:
 the counter decides about a learning rate. ``named``: the same, in a named update. ``momentum``: it decides about a
@@ -8,7 +8,7 @@ momentum.
 from __future__ import annotations
 
 import os
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from tests.others.beat import beat, end, long
 
 EPOCHS = long(3)
 PLACE = os.environ["PLACE"]
-WAITED = "waited"  # a key in a variable, and a dict with an object: the search in the source does not find this count
+COUNT = Path(f"waited-{os.getpid()}")  # the search in the source does not find a count in a file
 dist.init_process_group("gloo")
 torch.manual_seed(7)
 inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
@@ -35,7 +35,13 @@ fully_shard(head)
 fast = torch.optim.SGD(head.parameters(), lr=0.05, momentum=0.9)
 slow = torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.MSELoss()
-counts: dict[str, Any] = {WAITED: 0, "of": slow}
+COUNT.write_text("0")
+
+
+def waited() -> int:
+    """Return the number of steps since the slow optimizer has stepped."""
+    return int(COUNT.read_text())
+
 
 with holdfast.session(
     model={"body": body, "head": head},
@@ -50,12 +56,12 @@ with holdfast.session(
             slow.zero_grad()
             criterion(head(body(x)), y).backward()
             if PLACE in ("rate", "named"):
-                fast.param_groups[0]["lr"] = 0.01 * (1 + counts[WAITED])
+                fast.param_groups[0]["lr"] = 0.01 * (1 + waited())
             if PLACE == "momentum":
-                fast.param_groups[0]["momentum"] = 0.9 - 0.1 * counts[WAITED]
+                fast.param_groups[0]["momentum"] = 0.9 - 0.1 * waited()
             if PLACE == "behind":
                 fast.step()
-            if counts[WAITED] >= 2 and PLACE in ("behind", "before"):
+            if waited() >= 2 and PLACE in ("behind", "before"):
                 slow.step()
             if PLACE == "named":
                 with step.update("first"):
@@ -63,7 +69,7 @@ with holdfast.session(
             elif PLACE != "behind":
                 fast.step()
         if step.committed:
-            counts[WAITED] = 0 if counts[WAITED] >= 2 else counts[WAITED] + 1
+            COUNT.write_text(str(0 if waited() >= 2 else waited() + 1))
 
-end(nn.ModuleList([body, head]), waited=counts[WAITED])
+end(nn.ModuleList([body, head]), waited=waited())
 dist.destroy_process_group()
