@@ -161,7 +161,8 @@ FOUND: dict[str, tuple[str, ...]] = {
     "unknown.step()\noptimizer.step()": (),
     "own.step()\noptimizer.step()": ("own.seen",),
     "enclosed()\noptimizer.step()": ("schedule_of:seen",),  # not the variable ``seen`` of the script
-    "bound()\noptimizer.step()": ("bound:self.count",),
+    "bound()\noptimizer.step()": ("schedule.count",),
+    "unnamed()\noptimizer.step()": ("unnamed:self.count",),
     "set_given(seen)\noptimizer.step()\nseen += 1": (),  # its first argument is given
     "set_scaled(seen)\noptimizer.step()\nseen += 1": ("seen",),
     "adjust()\noptimizer.step()": ("rates:count",),
@@ -231,6 +232,7 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     set_by = module.set_by
     schedule, number, mean, numbers = Warmup(), 0, 0.5, numbers_from(3)
     outer, enclosed, own = Warmup(schedule), module.schedule_of(), module.Momentum()
+    unnamed = Warmup().step
     bound, set_given, set_scaled = schedule.step, partial(set_rate, 1), partial(module.set_scaled, 1)
     (other := tmp_path / "rates.py").write_text(RATES)
     rates = types.ModuleType("rates")
@@ -244,7 +246,21 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert found == FOUND[code]
-    used = (outer, enclosed, own, set_by, shows, seen, rate_now, set_rate, counted, mean, numbers, bound)
+    used = (
+        outer,
+        enclosed,
+        own,
+        set_by,
+        shows,
+        seen,
+        rate_now,
+        set_rate,
+        counted,
+        mean,
+        numbers,
+        bound,
+        unnamed,
+    )
     assert (
         all((*used, set_given, set_scaled, adjust, adjust_deeply, wrapped, twice, args))
         and number == 0

@@ -72,6 +72,46 @@ class T:
     add_ = mul_
 """
 PAIR = "from typing import NamedTuple\nclass S(NamedTuple):\n    m: float = 0.0"
+HOOKED = """
+class Layer:
+    def __init__(self, **hooks):
+        self._modules = {}
+        self.__dict__.update({name: {0: hook} for name, hook in hooks.items()})
+    def __call__(self, x):
+        return x
+class Model(Layer):
+    def __init__(self, **hooks):
+        super().__init__()
+        self._modules["inner"] = Layer(**hooks)
+class Counter:
+    n = 0
+    def hook(self, module, args, out):
+        return out * self.n
+    def __call__(self, module, args, out):
+        return out * self.n
+class Parameter:
+    def __init__(self, hook):
+        self._backward_hooks = {0: hook}
+seen = {"n": 0}
+def hook(module, args, out):
+    return out * seen["n"]
+def pre_hook(module, args):
+    return args * seen["n"]
+def of_gradient(gradient):
+    return gradient * seen["n"]
+"""
+REVERSED = """
+import torch
+class Reversed(torch.autograd.Function):
+    factor = 0.0
+    @staticmethod
+    def forward(ctx, x):
+        return x
+    @staticmethod
+    def backward(ctx, gradient):
+        return -Reversed.factor * gradient
+"""
+SEEN = "seen['n'] += 1"
 MADE = "meters = Meters(); meters.update(loss=0.0)"
 BY_NAME = "meters.meters['loss'].mean"
 BY_KEY = "os, key = {'a': Meter()}, 'a'"
@@ -104,6 +144,46 @@ FORMS = {
     "objects in a dict": Form("os", "os[key].update(v)", "sum(map(mean, os.values()))", BY_KEY, METER),
     "tensor in place": Form("m", "m.mul_(0.9).add_(v)", "m", "m = T()", TENSOR),
     "data of a tensor": Form("m", "m.data = m.data + v", "m", "m = T()", TENSOR),
+    "forward hook": Form('seen["n"]', SEEN, "model(x)", "model = Model(_forward_hooks=hook)", HOOKED),
+    "pre-hook": Form('seen["n"]', SEEN, "model(x)", "model = Model(_forward_pre_hooks=pre_hook)", HOOKED),
+    "method as a hook": Form(
+        "c.n", "c.n += 1", "model(x)", "c = Counter(); model = Model(_forward_hooks=c.hook)", HOOKED
+    ),
+    "object as a hook": Form(
+        "c.n", "c.n += 1", "model(x)", "c = Counter(); model = Model(_forward_hooks=c)", HOOKED
+    ),
+    "lambda as a hook": Form(
+        'seen["n"]',
+        SEEN,
+        "model(x)",
+        "model = Model(_forward_hooks=lambda module, args, out: out * seen['n'])",
+        HOOKED,
+    ),
+    "module of a hook": Form(
+        "model.n",
+        "model.n += 1",
+        "model(x)",
+        "model = Layer(_forward_hooks=lambda module, args, out: out * module.n); model.n = 0",
+        HOOKED,
+    ),
+    "hook of a parameter": Form(
+        'seen["n"]',
+        SEEN,
+        "model(x)",
+        "model = Model(); model._parameters = {'weight': Parameter(of_gradient)}",
+        HOOKED,
+    ),
+    "hook of an optimizer": Form(
+        'seen["n"]',
+        f"{SEEN}; opt.step()",
+        "opt.step()",
+        "opt = Optimizer(); opt._optimizer_step_pre_hooks = {0: pre_hook}",
+        f"{HOOKED}\nclass Optimizer:\n    def __init__(self):\n        self.param_groups = []\n"
+        "    def step(self):\n        return 0",
+    ),
+    "autograd function": Form(
+        "Reversed.factor", "Reversed.factor += 0.1", "Reversed.apply(x)", define=REVERSED
+    ),
     "generator": Form("cur", "cur = next(g)", "cur", "g = iter(range(9)); cur = 0.0"),
 }
 

@@ -44,6 +44,7 @@ from holdfast.runtime.worker.script_frames import (
     values_of,
     variable_of,
 )
+from holdfast.session.variables.hooks import HookSearch, methods_of_function
 from holdfast.session.variables.script_trees import parsed
 
 DEPTH_MAX = 3
@@ -175,6 +176,8 @@ class _Bodies(ast.NodeTransformer):
                 self._variables.update(node.names)
         self._count = 0  # bodies
         self._reads = 0  # reads of properties and the like, which count as calls
+        self._hooks = HookSearch()
+        self._inside = set[CodeType]()  # functions that libraries call, which have a body already
         self._around = _Around(0, ())
         self._open: deque[_Open] = deque()
 
@@ -234,7 +237,14 @@ class _Bodies(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         callee = _callee(node.func, self._place)
-        return node if callee is None else self._with_body(node, callee) or node
+        found: ast.Call = node if callee is None else self._with_body(node, callee) or node
+        for hook, before in _inside(node.func, self._place, self._hooks):
+            if hook.function.__code__ not in self._inside:
+                self._inside.add(hook.function.__code__)
+                name = ast.Name(f"hook{LOCAL}", ast.Load())
+                around = ast.copy_location(ast.Call(name, [*before, found], []), node)
+                found = self._with_body(around, hook) or found
+        return found
 
     def _with_body(self, node: ast.Call, callee: _Callee) -> CallWithBody | None:
         """Return a call with the body of ``callee``; None if there are too many bodies, or if there is no source."""
@@ -333,7 +343,7 @@ def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
         given = len(value.args)
         value = value.func
     if isinstance(value, MethodType):
-        owner = ast.Name(name_of_self(chain(called), value.__self__), ast.Load())
+        owner = _object(value.__self__, chain(called), place)
         value = value.__func__
     elif value is not None and not _is_code(value):
         wrapped = _unwrapped(value, called, place)
@@ -341,6 +351,45 @@ def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
         value = static_of(kind, "forward") or static_of(kind, "__call__")
     found = inspect.unwrap(value) if callable(value) else None
     return _Callee(found, owner, updates, given) if isinstance(found, FunctionType) else None
+
+
+def _inside(
+    called: ast.expr, place: tuple[str, int], hooks: HookSearch
+) -> Iterator[tuple[_Callee, list[ast.expr]]]:
+    """Yield the functions of the script that a library runs in a call of the expression ``called``.
+
+    Each comes with its arguments before the one that stands for the result of the call.
+    """
+    if not chain(called):
+        return
+    holder = _value(chain(called.value), place) if isinstance(called, ast.Attribute) else None
+    method = called.attr if isinstance(called, ast.Attribute) else ""
+    if method == "apply":
+        found = methods_of_function(holder)
+    else:
+        found = hooks.of(holder if method == "step" else _value(chain(called), place))
+    for hook in found:
+        function: object = hook.function
+        given = 0
+        if isinstance(function, partial):
+            given, function = len(function.args), function.func
+        owner = None
+        if isinstance(function, MethodType):
+            owner, function = function.__self__, function.__func__
+        elif not isinstance(function, FunctionType):
+            owner, function = function, static_of(type(function), "__call__")
+        if isinstance(function, FunctionType) and of_script(function.__code__.co_filename):
+            name = function.__name__
+            itself = None if owner is None else _object(owner, name, place)
+            before: list[ast.expr] = [ast.Constant(None)] * hook.before
+            if hook.module is not None:
+                before[:1] = [_object(hook.module, f"{name} of {type(hook.module).__name__}", place)]
+            yield _Callee(function, itself, updates=False, given=given), before
+
+
+def _object(value: object, function: str, place: tuple[str, int]) -> ast.expr:
+    """Return the variable that holds ``value``, or the name of the object as ``self`` of ``function``."""
+    return ast.Name(variable_of(value, place) or name_of_self(function, value), ast.Load())
 
 
 class _Module(NamedTuple):
@@ -410,9 +459,29 @@ def instance_of(holder: object) -> dict[str, object]:
 
 
 def definition(code: CodeType) -> ast.FunctionDef | None:
-    """Return a new syntax tree of a function; None if the source is not available, or if the function is a lambda."""
+    """Return a new syntax tree of a function; None if the source is not available.
+
+    The source of a lambda is not known if another one with the same parameters begins in the same line.
+    """
+    if code.co_name == "<lambda>":
+        return _definition_of_lambda(code)
     tree = parsed(_text(code))
     return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+
+
+def _definition_of_lambda(code: CodeType) -> ast.FunctionDef | None:
+    names = list(code.co_varnames[: code.co_argcount])
+    found = [
+        node
+        for node in ast.walk(_new_tree_of(code.co_filename))
+        if isinstance(node, ast.Lambda)
+        and node.lineno == code.co_firstlineno
+        and [each.arg for each in (*node.args.posonlyargs, *node.args.args)] == names
+    ]
+    if len(found) != 1:
+        return None
+    result = ast.copy_location(ast.Return(found[0].body), found[0])
+    return ast.FunctionDef("lambda", found[0].args, [result], [], lineno=code.co_firstlineno)
 
 
 @cache
