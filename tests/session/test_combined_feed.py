@@ -230,6 +230,18 @@ def test_an_iterator_over_several_loaders_is_refused_with_the_way(tmp_path: Path
     assert "several loaders: s.steps(loader, second)" in refused.value.hint
 
 
+@pytest.mark.parametrize(
+    "given", [(loader(4), loader(4)), [loader(4)], {"labeled": loader(4), "other": loader(4)}]
+)
+def test_a_container_of_loaders_is_refused_with_the_way(tmp_path: Path, given: Any) -> None:
+    with (
+        Script().session(tmp_path) as s,
+        pytest.raises(UsageError, match="take each loader as a batch") as refused,
+    ):
+        list(s.steps(given))
+    assert "s.steps(labeled, unlabeled)" in refused.value.hint
+
+
 def test_a_job_with_fewer_ranks_assumes_that_samples_were_dealt_in_turn() -> None:
     at = {"epoch": 1, "batch": 6, "1.epoch": 0, "1.batch": 4, "1.seen": 32, "2.epoch": 3, "2.batch": 2}
     assert rescaled(at, 4, 2) == {**at, "batch": 12, "2.batch": 4}

@@ -244,6 +244,14 @@ def make_source(loader: Any, seed: int, draws: Draws, *, spare: bool = False) ->
         and not isinstance(loader.dataset, IterableDataset)
     ):
         return MapSource(loader, seed, draws, spare)
+    held = (
+        loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
+    )
+    if any(isinstance(each, DataLoader) for each in held):
+        raise UsageError(
+            f"steps() got a {type(loader).__name__} of loaders, and would take each loader as a batch",
+            hint="give the loaders themselves: s.steps(labeled, unlabeled); the block gets one batch of each",
+        )
     if not hasattr(loader, "__iter__"):
         number_of_steps = f"for {loader} steps: s.steps(until={loader})" if isinstance(loader, int) else ""
         raise UsageError(
