@@ -85,6 +85,71 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "loss.backward()\n"
         "optimizer.step()"
     ): (),
+    (
+        "n = len(batch)\n"
+        "if n != size:\n"
+        "    size = n\n"
+        "    part = ones(n)\n"
+        "    mask = part / n\n"
+        "loss = x * mask\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
+    (
+        "n = len(batch)\n"
+        "if n != size or mask is None or mask.device != batch.device:\n"
+        "    size = n\n"
+        "    mask = ones(size, device=batch.device)\n"
+        "loss = x * mask\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
+    # No caches: the values depend on earlier ones, or on the largest size so far, or the size is another one.
+    (
+        "n = len(batch)\n"
+        "if n != size:\n"
+        "    size = n\n"
+        "    changes = changes + 1\n"
+        "loss = x * changes\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("size", "changes"),
+    (
+        "n = len(batch)\n"
+        "if n != size:\n"
+        "    mask = ones(size)\n"
+        "    size = n\n"
+        "loss = x * mask\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("size", "mask"),
+    (
+        "n = len(batch)\n"
+        "if n != size:\n"
+        "    size = 5\n"
+        "    mask = ones(n)\n"
+        "loss = x * mask\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("size", "mask"),
+    (
+        "n = len(batch)\n"
+        "loss = x * mask\n"
+        "if n != size:\n"
+        "    size = n\n"
+        "    mask = ones(n)\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("mask", "size"),
+    (
+        "n = len(batch)\n"
+        "if n > size:\n"
+        "    size = n\n"
+        "    mask = ones(n) / n\n"
+        "loss = x * mask[:n]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("size", "mask"),
     # No caches: the entry depends on the data, or the first time of a key counts.
     (
         "n = len(batch)\n"

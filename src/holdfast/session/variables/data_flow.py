@@ -313,10 +313,10 @@ def _text_of(test: ast.expr) -> str:
 def _caches(block: ast.AST) -> set[str]:
     """Return the caches of ``block``: containers whose entries follow from their keys, and values from a comparison.
 
-    There are two forms: ``if n not in masks: masks[n] = make_mask(n)``, and ``if mask is None or len(mask) != n: mask =
-    make_mask(n)``. The value may depend only on the names in the condition and on what no step changes. Nothing else
-    may be under the condition, and no other expression may ask which keys there are. A cache carries nothing from step
-    to step: a process that begins with an empty one makes the same entries again.
+    A container is filled by ``if n not in masks: masks[n] = make_mask(n)``. Its entries may depend only on their key
+    and on what no step changes. Nothing else may be under the condition, and no other expression may ask which keys
+    there are. A cache carries nothing from step to step: a process that begins with an empty one makes the same
+    entries again. See :func:`_made_again` for values.
     """
     found: dict[str, bool] = {}
     every, stored = list(assigned(block)), written([block])
@@ -325,8 +325,10 @@ def _caches(block: ast.AST) -> set[str]:
             found[name] = found.get(name, True) and _fills(name, node, tests, every, stored)
     changed = (_changed_by(node) for node in ast.walk(block) if isinstance(node, ast.Call))
     others = {name for name, *_ in filter(None, changed)}
-    caches = {name for name, fills in found.items() if fills and name not in others}
-    return {name for name in caches if _only_fills_ask(name, block)}
+    caches = {name for name, fills in found.items() if fills and _only_fills_ask(name, block)}
+    for guard in [node for node in ast.walk(block) if isinstance(node, ast.If)]:
+        caches |= _made_again(guard, block, every, stored)
+    return caches - others
 
 
 def _fills(
@@ -336,24 +338,37 @@ def _fills(
     every: Sequence[tuple[Assignment, Sequence[ast.expr]]],
     stored: Set[str],
 ) -> bool:
-    """Return whether an assignment to ``name`` fills a cache.
+    """Return whether an assignment to an element of ``name`` fills a cache.
 
     Args:
         name, node, tests: the variable, the assignment, and the conditions around it.
         every: all assignments of the block, each with its conditions.
         stored: the variables that the block writes.
     """
-    if isinstance(node, ast.For) or not tests or node.value is None:
+    if isinstance(node, ast.For) or not tests or node.value is None or not _fills_cache(node, tests):
         return False
     guard = tests[-1]
-    match guard, list(targets(node)):
-        case ast.Compare(left=key), _ if _fills_cache(node, tests):
-            given = names_in([key])
-        case _, [ast.Name() | ast.Attribute()] if _asks_for_another(guard, name):
-            given = names_in([guard]) - {name}
-        case _:
-            return False
-    behind, waiting = set[str](), names_in([node.value])
+    given = names_in([guard.left]) if isinstance(guard, ast.Compare) else set[str]()
+    behind = _behind(node.value, given, guard, every, stored)
+    return behind is not None and _written_under(guard, every) <= behind | {name}
+
+
+def _behind(
+    value: ast.expr,
+    given: Set[str],
+    guard: ast.expr | None,
+    every: Sequence[tuple[Assignment, Sequence[ast.expr]]],
+    stored: Set[str],
+) -> set[str] | None:
+    """Return the variables behind ``value`` besides ``given``; None if it depends on what a step may change.
+
+    Args:
+        value: the right side of an assignment.
+        given: names on which the value may depend.
+        guard: the condition of the assignment. Variables that are assigned only under it are followed.
+        every, stored: as for :func:`_fills`.
+    """
+    behind, waiting = set[str](), names_in([value])
     while waiting:
         each = waiting.pop()
         parts = {each, *owners_of(each)}
@@ -362,20 +377,77 @@ def _fills(
         behind.add(each)
         sources = [other for other in every if not written(targets(other[0])).isdisjoint(parts)]
         if any(guard not in around for _, around in sources) or (not sources and _may_change(parts, stored)):
-            return False
-        waiting |= names_in(value for other, _ in sources if (value := assigned_value(other)) is not None)
-    under = {each for other, around in every if guard in around for each in written(targets(other))}
-    return under <= behind | {name}
+            return None
+        waiting |= names_in(right for other, _ in sources if (right := assigned_value(other)) is not None)
+    return behind
 
 
-def _asks_for_another(guard: ast.expr, name: str) -> bool:
-    """Return whether a condition holds if ``name`` is None, or is not of the size or kind that a step needs."""
+def _written_under(guard: ast.expr, every: Sequence[tuple[Assignment, Sequence[ast.expr]]]) -> set[str]:
+    return {each for other, around in every if guard in around for each in written(targets(other))}
+
+
+def _made_again(
+    guard: ast.If,
+    block: ast.AST,
+    every: Sequence[tuple[Assignment, Sequence[ast.expr]]],
+    stored: Set[str],
+) -> set[str]:
+    """Return the variables that ``guard`` makes again where they are not those of the step's size or kind.
+
+    Examples are ``if mask is None or len(mask) != n: mask = make_mask(n)``, and ``if n != size: size = n; table =
+    make_table(n)``. The new values may depend only on the other names in the condition and on what no step changes,
+    and no step may read an old value after the condition, or any value before it. A variable that is compared must get
+    the value with which it is compared. The result is empty if one of these rules does not hold.
+
+    A table that only grows (``if n > size``) is no cache: a part of it may depend on the largest size so far.
+    """
+    group = _written_under(guard.test, every)
+    asked = {part for use in names_in([guard.test]) for part in (use, *owners_of(use))}
+    if not _asks_for_another(guard.test) or guard.orelse or group.isdisjoint(asked):
+        return set()
+    given = {use for use in names_in([guard.test]) if group.isdisjoint((use, *owners_of(use)))}
+    for node, tests in every:
+        if written(targets(node)).isdisjoint(group):
+            continue
+        value = assigned_value(node)
+        whole = all(isinstance(target, ast.Name | ast.Attribute) for target in targets(node))
+        if guard.test not in tests or not whole or isinstance(node, ast.AugAssign) or value is None:
+            return set()
+        if _behind(value, given, guard.test, every, stored) is None:
+            return set()
+        if wanted := _compared_with(guard.test).keys() & written(targets(node)):
+            if {ast.unparse(value)} != {_compared_with(guard.test)[name] for name in wanted}:
+                return set()
+    inside = _first_of(each for statement in guard.body for each in uses(statement))
+    own, first = set(uses(guard)), _first_of(uses(block))
+    begins = all(first[name] in own for name in group & first.keys())
+    return group if begins and all(inside[name].writes for name in group & inside.keys()) else set()
+
+
+def _first_of(found: Iterable[VariableUse]) -> dict[str, VariableUse]:
+    first: dict[str, VariableUse] = {}
+    for use in found:
+        first.setdefault(use.name, use)
+    return first
+
+
+def _compared_with(guard: ast.expr) -> dict[str, str]:
+    """Return the variables in the comparisons of a condition, each with the text of the other side."""
+    found: dict[str, str] = {}
+    for part in guard.values if isinstance(guard, ast.BoolOp) else [guard]:
+        match part:
+            case ast.Compare(left=left, ops=[ast.NotEq()], comparators=[right]):
+                found |= {chain(left): ast.unparse(right), chain(right): ast.unparse(left)}
+    return found
+
+
+def _asks_for_another(guard: ast.expr) -> bool:
+    """Return whether a condition holds if a value is None, or is not of the size or kind that a step needs."""
     parts = guard.values if isinstance(guard, ast.BoolOp) and isinstance(guard.op, ast.Or) else [guard]
     operators = [part.ops[0] for part in parts if isinstance(part, ast.Compare)]
     differs = [each for each in operators if isinstance(each, ast.NotEq)]
     known = [each for each in operators if isinstance(each, ast.NotEq | ast.Is)]
-    owners = {part for use in names_in(parts) for part in (use, *owners_of(use))}
-    return bool(differs) and len(known) == len(parts) and name in owners
+    return bool(differs) and len(known) == len(parts)
 
 
 def _may_change(parts: Set[str], stored: Set[str]) -> bool:
