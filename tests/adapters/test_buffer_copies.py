@@ -84,3 +84,22 @@ def test_memory_that_is_exchanged_twice_is_seen() -> None:
         assert value(before) == value(start) == 2 * step
         for _ in range(2):
             module.held.data = module.held.data + 1
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_table_outside_of_the_state_that_has_grown_stays(persistent: bool) -> None:
+    """Regression: the run of a block for its check had the old table and the new size, and ended with an error."""
+    module = Holder(4)
+    module.register_buffer("table", torch.zeros(2), persistent=persistent)
+    _, start = copies_of(module)
+    start.take()
+    module.table = torch.ones(3)
+    module.held.add_(1)
+    start.put_back()
+    assert module.table.tolist() == ([0.0, 0.0] if persistent else [1.0, 1.0, 1.0])
+    assert float(module.held[0]) == 0
+    module.table = torch.ones(2)
+    start.take()
+    module.table = torch.full((2,), 5.0)
+    start.put_back()
+    assert module.table.tolist() == [1.0, 1.0], "a buffer of the same shape may be state"

@@ -82,15 +82,25 @@ class BufferCopies:
         return {fqn: kept.copy for fqn, kept in self._kept.items()}
 
     def put_back(self) -> None:
-        """Put the copied buffers back into the model."""
+        """Put the copied buffers back into the model.
+
+        A buffer that ``state_dict`` leaves out stays if it has another shape now. It is a table that has grown, and its
+        module may have kept the new size in a plain attribute.
+        """
         with torch.no_grad():
             for slot in self._slots:
                 kept = self._kept.get(slot.fqn)
-                if kept is not None:
+                if kept is not None and not _has_grown(slot, kept):
                     slot.module._buffers[slot.key] = kept.live
                     kept.live.copy_(kept.copy)
                     if kept.mark is not None:
                         self._kept[slot.fqn] = kept._replace(mark=Mark(kept.live))
+
+
+def _has_grown(slot: BufferSlot, kept: _Kept) -> bool:
+    """Return True if ``slot`` is not in the ``state_dict``, and has a tensor of another shape than its copy."""
+    live = slot.get()
+    return not slot.persistent and live is not None and live.shape != kept.copy.shape
 
 
 def _is_of(kept: _Kept | None, live: torch.Tensor) -> bool:
