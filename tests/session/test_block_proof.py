@@ -360,12 +360,17 @@ def test_a_generator_whose_numbers_change_no_result_is_named(caplog: pytest.LogC
         ("step, _ in zip(s.steps(until=3), range(3))", "step.number for a range"),
         ("_, step in list(zip('ab', s.steps(until=3), strict=False))", "step.number for a range"),
         ("step in itertools.islice(s.steps(until=9), 3)", "until=N"),
+        ("_, step in enumerate(steps, 1)", "step.number"),
+        ("step, _ in zip(steps, range(3))", "step.number for a range"),
+        ("_, step in list(zip('ab', steps, strict=False))", "step.number for a range"),
+        ("step in itertools.islice(steps, 3)", "until=N"),
     ],
 )
 def test_what_counts_the_runs_of_blocks_is_refused_before_the_first_one(loop: str, hint: str) -> None:
     """Regression: ``zip`` with a range ended the loop before its last steps, with exit code 0."""
     script = Script()
-    text = f"for {loop}:\n    with step:\n        script.pure()\n"
+    text = f"steps = s.steps(until=9)\nfor {loop}:\n    with step:\n        script.pure()\n"
+    text = text if " steps" in loop or "(steps" in loop else text.partition("\n")[2]
     with (
         pytest.raises(UsageError, match="counts the runs of blocks, not the steps") as raised,
         holdfast.session(model=script.net, optimizer=script.optimizer) as s,
@@ -381,6 +386,18 @@ def test_zip_in_the_arguments_of_the_steps_counts_nothing() -> None:
             with step:
                 script.pure()
         assert s.step == 2
+
+
+@pytest.mark.parametrize(
+    "around", ["steps", "iter(steps)", "map(lambda step: step, steps)", "(step for step in steps)"]
+)
+def test_a_variable_that_holds_the_steps_can_be_iterated(around: str) -> None:
+    script = Script()
+    text = f"steps = s.steps(until=3)\nfor step in {around}:\n    with step:\n        script.pure()\n"
+    text += "    for _, pair in enumerate(zip('ab', 'cd')):\n        list(pair)\n"
+    with holdfast.session(model=script.net, optimizer=script.optimizer) as s:
+        exec(compile(text, "loop.py", "exec"), {"s": s, "script": script})
+        assert s.step == 3
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.loops.combined_feed import feed_of, together
 from holdfast.session.loops.loop import Loops
-from holdfast.session.loops.script_source import counter_around, enclosed
+from holdfast.session.loops.script_source import called_counter, counter_around, enclosed
 from holdfast.session.loops.turn_position import IDIOM
 from holdfast.session.loops.turns import Turns
 from holdfast.session.steps.accumulation import checked_count
@@ -47,7 +47,12 @@ class Steps(Iterator[Step]):
         self._passes = passes
 
     def __iter__(self) -> Iterator[Step]:
-        """Return the iterator of the loop, without this object around each step."""
+        """Return the iterator of the loop, without this object around each step.
+
+        Raises:
+            UsageError: ``enumerate``, ``zip`` or ``islice`` asks for the iterator.
+        """
+        _refuse_counter(called_counter(sys._getframe(1)))
         return self._steps
 
     def __next__(self) -> Step:
@@ -63,6 +68,15 @@ class Steps(Iterator[Step]):
         if self._passes is None:
             raise TypeError("s.steps(until=N) has no len(): it ends when the job has done N updates")
         return self._passes * math.ceil(len(self._loader) / self._batches)
+
+
+def _refuse_counter(counter: str) -> None:
+    if counter:
+        raise UsageError(
+            f"{counter}() around s.steps(...) counts the runs of blocks, not the steps: a block runs again after a "
+            "fault and for its check, and a process that joins or resumes begins at 0",
+            hint=_IN_PLACE_OF[counter],
+        )
 
 
 class ScriptLoops:
@@ -198,12 +212,7 @@ class ScriptLoops:
                 "a loop over steps in a loop that the session does not know: its turns would run again at each start",
                 hint=IDIOM,
             )
-        if counter := counter_around(sys._getframe(1)):
-            raise UsageError(
-                f"{counter}() around s.steps(...) counts the runs of blocks, not the steps: a block runs again after a "
-                "fault and for its check, and a process that joins or resumes begins at 0",
-                hint=_IN_PLACE_OF[counter],
-            )
+        _refuse_counter(counter_around(sys._getframe(1)))
         loader = together(loader, further)
         many = checked_count(batches, loader)
         passes = epochs if until is not None or epochs is not None else 1

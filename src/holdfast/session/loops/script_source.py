@@ -62,6 +62,20 @@ def counter_around(caller: FrameType) -> str:
     return next((each.argval for each in code if each.argval in COUNTERS and _extent(each)[0] in around), "")
 
 
+def called_counter(caller: FrameType) -> str:
+    """Return the name in ``COUNTERS`` that ``caller`` calls now, for example in ``zip(range(9), steps)``.
+
+    The result is empty if the current instruction is no call of one of these.
+    """
+    code = list(dis.get_instructions(caller.f_code))
+    begun = [each for each in code if each.offset <= caller.f_lasti and each.opname != "CACHE"]
+    if not begun or not begun[-1].opname.startswith("CALL"):
+        return ""
+    first, last = _extent(begun[-1])
+    named = (each for each in code if each.argval in COUNTERS and _extent(each) != (first, last))
+    return next((each.argval for each in named if _extent(each)[0] == first), "")
+
+
 def leaves(caller: FrameType) -> bool:
     """Return True if ``break`` or ``return`` ends a loop over a generator.
 
