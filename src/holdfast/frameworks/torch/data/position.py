@@ -167,8 +167,11 @@ class TorchFeed:
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
         """Go to the position ``place``, a result of :meth:`place`.
 
-        ``local`` is the result of :meth:`local_state` at the same position, or None.
+        ``local`` is the result of :meth:`local_state` at the same position, or None. Data that can only be read again,
+        and that are at this position, are not read again.
         """
+        if self._iterator is not None and not self.repeatable and place == self.place():
+            return
         self._iterator = None
         self.position = Position(place["epoch"], self._source.find(place))
         if local is not None:
@@ -207,6 +210,9 @@ class TorchFeed:
                     ) from None
                 self.position = Position(position.epoch + 1, 0)
                 continue
+            except BaseException:
+                self._iterator = None  # an iterator that has raised would seem to be at its end
+                raise
             self.epoch = position.epoch
             self.position = Position(position.epoch, position.batch + 1)
             self.last_in_epoch = self.position.batch == self._source.length
