@@ -314,6 +314,18 @@ def test_an_iterator_over_several_loaders_is_refused_with_the_way(tmp_path: Path
     assert "several loaders: s.steps(loader, second)" in refused.value.hint
 
 
+def test_an_object_around_an_iterator_is_refused_with_the_way(tmp_path: Path) -> None:
+    class Forever:
+        """Batches of a loader without an end, which have ``next()`` alone."""
+
+        def __next__(self) -> list[torch.Tensor]:
+            return [torch.zeros(1)]
+
+    with Script().session(tmp_path) as s, pytest.raises(UsageError, match="type Forever, which") as refused:
+        list(s.steps(loader(4), Forever()))
+    assert "several loaders: s.steps(loader, second)" in refused.value.hint
+
+
 def test_a_job_with_fewer_ranks_assumes_that_samples_were_dealt_in_turn() -> None:
     at = {"epoch": 1, "batch": 6, "1.epoch": 0, "1.batch": 4, "1.seen": 32, "2.epoch": 3, "2.batch": 2}
     assert rescaled(at, 4, 2) == {**at, "batch": 12, "2.batch": 4}

@@ -59,6 +59,20 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "a.pool.count",
     ),
     "loss.backward()\nclip_grad_norm_(net.parameters(), limit)\noptimizer.step()\nlimit *= 0.9": ("limit",),
+    # Batches that the script draws before the block.
+    "drawn = next(others)\nloss = x * drawn\nloss.backward()\noptimizer.step()": ("others",),
+    (
+        "try:\n"
+        "    drawn = next(others)\n"
+        "except StopIteration:\n"
+        "    others = iter(loader)\n"
+        "    drawn = next(others)\n"
+        "loss = x * drawn\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("others",),
+    "others = iter(loader)\nloss = x * next(others)\nloss.backward()\noptimizer.step()": (),
+    "drawn = next(others)\nprint(drawn)\nloss = x\nloss.backward()\noptimizer.step()": (),
     # Caches: a process that begins with an empty one makes the same entries again.
     (
         "n = len(batch)\n"

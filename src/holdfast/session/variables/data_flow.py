@@ -26,9 +26,9 @@ _CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove", "add", "
 """Methods that write a dict, a list or a set. Other objects also have methods with these names."""
 _CHANGE_ARGUMENT = (
     *("heappush", "heappop", "heapify", "heapreplace", "heappushpop", "shuffle"),
-    *("insort", "insort_left", "insort_right"),
+    *("insort", "insort_left", "insort_right", "next"),
 )
-"""Functions of the standard library and of NumPy that change their first argument."""
+"""Functions of Python, its standard library and NumPy that change their first argument."""
 _KINDS = ("device", "dtype")
 """Attributes of a batch that are the same in each step."""
 _SETS = ("clear", "copy_", "fill_", "zero_")

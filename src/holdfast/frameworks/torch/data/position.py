@@ -251,10 +251,13 @@ def make_source(loader: Any, seed: int, draws: Draws, *, spare: bool = False) ->
     ):
         return MapSource(loader, seed, draws, spare)
     if not hasattr(loader, "__iter__"):
-        number_of_steps = f"for {loader} steps: s.steps(until={loader})" if isinstance(loader, int) else ""
+        hint = "give a DataLoader or any iterable of batches, or none"
+        if isinstance(loader, int):
+            hint = f"for {loader} steps: s.steps(until={loader})"
+        elif hasattr(loader, "__next__"):
+            hint = "give the loader from which it takes its batches; several loaders: s.steps(loader, second)"
         raise UsageError(
-            f"steps() got a loader of type {type(loader).__name__}, which cannot be iterated",
-            hint=number_of_steps or "give a DataLoader or any iterable of batches, or none",
+            f"steps() got a loader of type {type(loader).__name__}, which cannot be iterated", hint=hint
         )
     if hasattr(loader, "__next__"):
         if isinstance(loader, DataLoader):
