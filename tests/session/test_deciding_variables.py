@@ -59,6 +59,20 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "a.pool.count",
     ),
     "loss.backward()\nclip_grad_norm_(net.parameters(), limit)\noptimizer.step()\nlimit *= 0.9": ("limit",),
+    # A pool of earlier images (CycleGAN): its items reach the loss through a list.
+    (
+        "parts = []\n"
+        "for image in images:\n"
+        "    if draw() > 0.5:\n"
+        "        parts.append(pool[0])\n"
+        "        pool[0] = image\n"
+        "    else:\n"
+        "        parts.append(image)\n"
+        "loss = cat(parts)\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("pool",),
+    "loss = x\nloss.backward()\noptimizer.step()\nlosses.append(total)\ntotal += loss": (),
     # Batches that the script draws before the block.
     "drawn = next(others)\nloss = x * drawn\nloss.backward()\noptimizer.step()": ("others",),
     (
