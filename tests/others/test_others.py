@@ -289,6 +289,38 @@ def test_a_count_of_one_rank_that_its_second_step_begins_again_ends_the_run_by_n
 
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "place", ["iterator", *(pytest.param(each, marks=pytest.mark.more) for each in ("object", "cycle"))]
+)
+def test_an_iterator_that_a_new_process_begins_again_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, fault: str
+) -> None:
+    """Regression: the iterator of a DataLoader had no value that was compared: other weights, exit code 0.
+
+    The position of ``itertools.cycle`` is not known. The last item of it is compared.
+    """
+    if fault == "stop":
+        run(tmp_path, "naive", "unlabeled", monkeypatch, code=Exit.REQUEUE, PLACE=place, STOP="6")
+    kill = "1:6" if fault == "kill" else ""
+    output, ended = run(
+        tmp_path, "naive", "unlabeled", monkeypatch, code=Exit.BAD_INPUT, PLACE=place, KILL=kill
+    )
+    name = {"iterator": "others = 'a generator of batches, at", "object": "others.batches = 'a gen"}
+    assert re.search(f"StepError: .*{name.get(place, 'drawn = ')}", output) and not ended, output
+    assert place == "cycle" or "draw the batches of several loaders by s.steps(loader, second)" in output
+
+
+def test_a_pool_of_each_rank_in_the_state_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The images reach the loss through a list. Regression: a replacement got the pool of another rank, exit code 0."""
+    output, ended = run(tmp_path, "naive", "pooled", monkeypatch, code=Exit.BAD_INPUT, KILL="1:8")
+    said = r"StepError: step 0: the updates depend on values in session\(state=.*pool.images = 'a tensor"
+    assert re.search(said, output) and not ended, output
+    assert "a tensor of one rank by holdfast.torch.declare()" in output, output
+
+
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
 @pytest.mark.parametrize("place", ["behind", pytest.param("before", marks=pytest.mark.more)])
 def test_a_teacher_that_a_new_process_does_not_have_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, fault: str

@@ -43,11 +43,20 @@ def numbers(drawn: tuple[Any, ...]) -> Batches:
     return tuple(batch[0].tolist() for batch in drawn)
 
 
-class Endless:
-    """Batches without a length."""
+class Counted:
+    """Batches without a length: the numbers below ``count``.
+
+    Attributes:
+        begun: number of times that they were read.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.begun = 0
+        self._count = count
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        for number in range(5):
+        self.begun += 1
+        for number in range(self._count):
             yield [torch.tensor([number])]
 
 
@@ -83,16 +92,25 @@ class Script:
                     seen += [numbers(each) for each in (step.batch if arguments else [step.batch])]
         return seen
 
-    def train_epochs(self, root: Path, epochs: int) -> list[Batches]:
-        """Train in epochs of the first loader. Return the numbers of each step."""
+    def train_epochs(
+        self, root: Path, epochs: int, length: int | None = None, *, leave: bool = False
+    ) -> list[Batches]:
+        """Train in epochs of the first loader, or of ``length`` steps. Return the numbers of each step.
+
+        Args:
+            leave: leave the loop of an epoch after ``length`` steps, in place of giving its end.
+        """
         seen = []
         with self.session(root) as s:
-            for _ in s.epochs(epochs):
-                for step in s.steps(*self.loaders):
+            for epoch in s.epochs(epochs):
+                until = None if length is None or leave else length * (epoch + 1)
+                for step in s.steps(*self.loaders, until=until):
                     with step as drawn:
-                        self.update(drawn)
+                        self.update(*([drawn] if len(self.loaders) > 1 else [(drawn,)]))
                     if step.committed:
-                        seen.append(numbers(step.batch))
+                        seen.append(numbers(step.batch if len(self.loaders) > 1 else (step.batch,)))
+                    if step.committed and leave and (step.number + 1) % (length or 1) == 0:
+                        break
         return seen
 
 
@@ -187,16 +205,82 @@ def test_a_second_loader_is_other_data_than_the_checkpoint_had(tmp_path: Path) -
                 assert numbers(step.batch) == expected
 
 
-def test_the_position_of_a_loader_without_a_length_is_not_known_in_epochs(tmp_path: Path) -> None:
-    script = Script()
-    script.loaders = (script.loaders[0], Endless())  # type: ignore[assignment]
+@pytest.mark.parametrize("length", [1, 3, 5, 9])
+@pytest.mark.parametrize("several", [True, False])
+def test_epochs_of_a_number_of_steps_continue_in_the_data(tmp_path: Path, length: int, several: bool) -> None:
+    """Regression: each epoch began another pass, so it left out the rest of a pass, or repeated another."""
+    (tmp_path / "epochs").mkdir()
+    (tmp_path / "loop").mkdir()
+    one, other = Script(), Script()
+    if not several:
+        one.loaders, other.loaders = one.loaders[:1], other.loaders[:1]  # type: ignore[assignment]
+    told = one.train_epochs(tmp_path / "epochs", 3, length)
+    with other.session(tmp_path / "loop") as s:
+        for step in s.steps(*other.loaders, until=3 * length):
+            with step as drawn:
+                other.update(drawn if several else (drawn,))
+            if step.committed:
+                assert numbers(step.batch if several else (step.batch,)) == told[step.number]
+    assert len(told) == 3 * length and torch.equal(one.net.weight, other.net.weight)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("last", ["map", "replay"])
+def test_a_resumed_epoch_of_steps_continues_in_the_data(tmp_path: Path, first: int, last: str) -> None:
+    (tmp_path / "once").mkdir()
+    (tmp_path / "twice").mkdir()
+    script, calm, resumed = Script(), Script(), Script()
+    if last == "replay":
+        for each in (script, calm, resumed):
+            each.loaders = (each.loaders[0], Counted(7))  # type: ignore[assignment]
+    seen = calm.train_epochs(tmp_path / "once", 4, 3)
+    parts = script.train_epochs(tmp_path / "twice", first, 3)
+    assert parts + resumed.train_epochs(tmp_path / "twice", 4, 3) == seen
+    assert torch.equal(resumed.net.weight, calm.net.weight)
+
+
+def test_an_epoch_that_is_left_early_leaves_further_loaders_where_they_are(tmp_path: Path) -> None:
+    """The first loader begins its next pass, as in a script that iterates it again and keeps the other iterator."""
+    (tmp_path / "once").mkdir()
+    (tmp_path / "loop").mkdir()
+    first, second = zip(*Script().train_epochs(tmp_path / "once", 4, 3, leave=True), strict=True)
+    passes, stream = zip(*Script().train(tmp_path / "loop", 16), strict=True)
+    assert list(first) == [batch for at, batch in enumerate(passes) if at % 4 < 3]
+    assert list(second) == list(stream[:12])
+
+
+def test_other_data_begin_at_their_epoch(tmp_path: Path) -> None:
+    """A position in the data of the epoch before has no meaning there."""
+    script, drawn = Script(), []
+    with script.session(tmp_path) as s:
+        for epoch in s.epochs(2):
+            for step in s.steps(loader(8 + 4 * epoch, shuffle=False), until=3 * (epoch + 1)):
+                with step as batch:
+                    script.update((batch,))
+                if step.committed:
+                    drawn.append(step.batch[0].tolist())
+    assert drawn == 2 * [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("length", [None, 3])
+def test_a_loader_without_a_length_continues_in_epochs(tmp_path: Path, length: int | None) -> None:
+    """It has no position, and is not read again at each epoch."""
+    script, endless = Script(), Counted(5)
+    script.loaders = (script.loaders[0], endless)  # type: ignore[assignment]
+    drawn = [batches[1][0] for batches in script.train_epochs(tmp_path, 3, length)]
+    assert drawn == [number % 5 for number in range(len(drawn))] and len(drawn) == 3 * (length or 4)
+    assert endless.begun == 1 + (len(drawn) - 1) // 5, "one pass is read once"
+
+
+def test_the_position_of_a_loader_without_a_length_is_not_known_in_epochs() -> None:
+    """A checkpoint of a job with one loader does not have it."""
     with pytest.raises(UsageError, match="loader 2 at the start of an epoch is not known"):
-        script.train_epochs(tmp_path, 2)
+        combined(loader(8), Counted(5)).seek({"epoch": 1, "batch": 0})
 
 
 def test_a_loader_without_a_length_has_passes_in_one_loop(tmp_path: Path) -> None:
     script = Script()
-    script.loaders = (script.loaders[0], Endless())  # type: ignore[assignment]
+    script.loaders = (script.loaders[0], Counted(5))  # type: ignore[assignment]
     with script.session(tmp_path) as s:
         drawn = []
         for step in s.steps(*script.loaders, until=7):
@@ -240,6 +324,18 @@ def test_a_container_of_loaders_is_refused_with_the_way(tmp_path: Path, given: A
     ):
         list(s.steps(given))
     assert "s.steps(labeled, unlabeled)" in refused.value.hint
+
+
+def test_an_object_around_an_iterator_is_refused_with_the_way(tmp_path: Path) -> None:
+    class Forever:
+        """Batches of a loader without an end, which have ``next()`` alone."""
+
+        def __next__(self) -> list[torch.Tensor]:
+            return [torch.zeros(1)]
+
+    with Script().session(tmp_path) as s, pytest.raises(UsageError, match="type Forever, which") as refused:
+        list(s.steps(loader(4), Forever()))
+    assert "several loaders: s.steps(loader, second)" in refused.value.hint
 
 
 def test_a_job_with_fewer_ranks_assumes_that_samples_were_dealt_in_turn() -> None:

@@ -59,6 +59,35 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "a.pool.count",
     ),
     "loss.backward()\nclip_grad_norm_(net.parameters(), limit)\noptimizer.step()\nlimit *= 0.9": ("limit",),
+    # A pool of earlier images (CycleGAN): its items reach the loss through a list.
+    (
+        "parts = []\n"
+        "for image in images:\n"
+        "    if draw() > 0.5:\n"
+        "        parts.append(pool[0])\n"
+        "        pool[0] = image\n"
+        "    else:\n"
+        "        parts.append(image)\n"
+        "loss = cat(parts)\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("pool",),
+    "loss = x\nloss.backward()\noptimizer.step()\nlosses.append(total)\ntotal += loss": (),
+    # Batches that the script draws before the block.
+    "drawn = next(others)\nloss = x * drawn\nloss.backward()\noptimizer.step()": ("others",),
+    (
+        "try:\n"
+        "    drawn = next(others)\n"
+        "except StopIteration:\n"
+        "    others = iter(loader)\n"
+        "    drawn = next(others)\n"
+        "loss = x * drawn\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("others",),
+    "others = iter(loader)\nloss = x * next(others)\nloss.backward()\noptimizer.step()": (),
+    # What a block draws may be used in a way that the search does not follow.
+    "drawn = next(others)\nprint(drawn)\nloss = x\nloss.backward()\noptimizer.step()": ("others",),
     # Caches: a process that begins with an empty one makes the same entries again.
     (
         "n = len(batch)\n"

@@ -51,6 +51,10 @@ class Numbers:
         """Return no digest."""
         return None
 
+    def batches_drawn(self, value: object) -> int | None:
+        """Return nothing: these tests have no loaders."""
+        return None
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return nothing: these tests have no tensors."""
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from holdfast.errors import StepError
 from holdfast.session.variables.unassigned_variables import NotAssigned, NotComputed, bind, exchange
@@ -92,6 +93,19 @@ def test_an_attribute_of_a_variable_without_a_value_names_the_variable() -> None
     assert not hasattr(unassigned, "bit_generator") and isinstance(copy.copy(unassigned), NotAssigned)
     with pytest.raises(StepError, match="the block uses 'x'"):
         torch.ones(2) + unassigned
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_function_of_torch_names_the_variable(number: int) -> None:
+    """Regression: ``torch.cat`` said that it had got a NotAssigned, and the run ended without a word on the cause."""
+    drawn: Any = NotAssigned("drawn")
+    uses = (
+        lambda: torch.cat((torch.zeros(1), drawn)),
+        lambda: nn.functional.linear(drawn, weight=torch.zeros(1, 1)),
+        lambda: torch.stack(tensors=[torch.zeros(1), drawn]),
+    )
+    with pytest.raises(StepError, match="the block uses 'drawn', to which this process has not assigned"):
+        uses[number]()
 
 
 def test_a_frame_further_out_has_it_too() -> None:

@@ -269,6 +269,9 @@ class DescribesUpdates(Protocol):
         False for a part of a tensor of which the ranks hold different parts.
         """
 
+    def batches_drawn(self, value: object) -> int | None:
+        """Return the number of batches that ``value``, an iterator of a loader, has yielded; None for other objects."""
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of a tensor on the CPU.
 

@@ -341,6 +341,10 @@ class TorchAdapter:
         """Return whether ``value`` is ``state=``, an entry of it, or lies in a container there."""
         return self.state.in_user_state(value)
 
+    def batches_drawn(self, value: object) -> int | None:
+        """Return the number of batches that the iterator of a DataLoader has yielded; None for other objects."""
+        return private_api.batches_drawn(value)
+
     def content_of(self, value: object, size_bytes_max: int) -> bytes | None:
         """Return the content of ``value``, a small tensor on the CPU; None if ``value`` is not such a tensor."""
         return content_of(value, size_bytes_max)

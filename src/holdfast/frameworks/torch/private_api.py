@@ -713,6 +713,11 @@ def stop_workers(iterator: Any) -> None:
         stop()
 
 
+def batches_drawn(value: object) -> int | None:
+    """Return the number of batches that the iterator of a DataLoader has yielded; None for other objects."""
+    return value._num_yielded if isinstance(value, dataloader._BaseDataLoaderIter) else None
+
+
 def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function that a loader's iterator calls to get the rank. The new function is ``wrap(function)``."""
     dataloader._get_distributed_settings = wrap(dataloader._get_distributed_settings)

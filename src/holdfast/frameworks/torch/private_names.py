@@ -119,6 +119,8 @@ def _of_state() -> Iterator[Use]:
     data = "torch.utils.data.dataloader"
     yield Use(f"{data}:_get_distributed_settings", "a spare is not asked for its rank", Feature.DATA)
     yield Use(f"{data}:_MultiProcessingDataLoaderIter._shutdown_workers", "end them at once", Feature.DATA)
+    drawn = "batches that an iterator of the script has yielded"
+    yield Use(f"{data}:_BaseDataLoaderIter._num_yielded", drawn, Feature.DATA)
     yield Use("torch.utils._pytree:tree_map_only", "tensors of a batch of any shape", Feature.DATA)
 
 

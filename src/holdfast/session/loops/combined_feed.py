@@ -2,9 +2,9 @@
 
 Theory. The first loader determines the epochs: an epoch ends with its last batch. Each further loader begins again
 whenever it ends, with ``set_epoch`` of its own number of passes, and it continues where it is when the first loader
-begins an epoch. So after a number of steps, each further loader has drawn that number of batches. A position that is
-known only as an epoch of the first loader (the start of an epoch of the script) is therefore known for all of them, if
-the lengths are known.
+begins an epoch. So after a number of steps, each further loader has drawn that number of batches. If only an epoch of
+the first loader is known (a checkpoint of a job with one loader), the positions of all loaders follow from their
+lengths.
 
 The position is one flat mapping. It has the entries of the first feed, and those of feed 1 as ``1.epoch``, ``1.batch``
 and so on. A checkpoint of a job with one loader has none of these: further loaders then begin where they would be if
@@ -13,6 +13,7 @@ they had been there from the start.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,26 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def same_loaders(one: Any, other: Any) -> bool:
+    """Return whether two results of :func:`together` are the same loaders."""
+    if isinstance(one, SeveralLoaders) and isinstance(other, SeveralLoaders):
+        return len(one.loaders) == len(other.loaders) and all(map(operator.is_, one.loaders, other.loaders))
+    return one is other
+
+
+def start_of_epoch(
+    epoch: int, then: Mapping[str, int] | None, local: Plain
+) -> tuple[Mapping[str, int], Plain]:
+    """Return the position at the start of an epoch of the first loader, and its rank-local part.
+
+    Further loaders are at their position of ``then``, an earlier position with the rank-local part ``local``. If it is
+    None, their position follows from the lengths of the loaders.
+    """
+    further = {key: value for key, value in (then or {}).items() if "." in key}
+    states = [None, *local[1:]] if further and isinstance(local, list) else None
+    return {"epoch": epoch, "batch": 0, **further}, states
 
 
 def rescaled(at: Mapping[str, int], before: int, now: int) -> dict[str, int]:

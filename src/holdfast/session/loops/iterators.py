@@ -170,7 +170,7 @@ class ScriptLoops:
         ``if not step.again:``. After a restart of all ranks, code before the block or after the loop runs again. The
         schedulers, learning rates and ``state=`` are then those from before that code. A script with several loops
         over steps puts each into :meth:`epochs` or :meth:`phase`. In an epoch, the loader gives the data of that
-        epoch.
+        epoch; with ``until`` alone, it continues where the epoch before ended.
 
         Args:
             loader: a DataLoader or any iterable of batches; if None, the block gets None instead of a batch.

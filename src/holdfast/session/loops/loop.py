@@ -39,7 +39,7 @@ from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.exit_requests import RECORD
 from holdfast.session.loops.batch_digest import Drawn
-from holdfast.session.loops.combined_feed import feed_of, feed_of_copy, rescaled
+from holdfast.session.loops.combined_feed import feed_of, feed_of_copy, rescaled, same_loaders, start_of_epoch
 from holdfast.session.loops.dataset_check import compare_with_checkpoint, compare_with_ranks
 from holdfast.session.loops.loaded_state import LoadedState
 from holdfast.session.loops.loop_bounds import (
@@ -111,11 +111,14 @@ class _OpenLoader(NamedTuple):
         batches: number of the loader's batches in a list (``Session.steps``); None if there are no lists.
         refilled: the check that the loader does not write a batch into the tensors of an earlier batch. It is made at
             the first step that has several parts.
+        feed: the feed of the loop in an epoch, once the loop has ended. It is kept, because it could only read its data
+            again to find the position at which the next epoch continues.
     """
 
     user: Any
     batches: int | None
     refilled: RefilledBatches
+    feed: Feed | None = None
 
 
 class Loops:
@@ -269,21 +272,19 @@ class Loops:
             return  # the checkpoint was written in a later loop of the script
         self._come_in(blocks, loop)
         self._bound = self._end_of(loop, until)
-        feed, self.begun = self.begun, None
-        if feed is None and loader is not None:
-            feed = feed_of(self._adapter, loader, batches)
-        self._feed, self._loader = feed, _OpenLoader(loader, batches, RefilledBatches(self._adapter))
-        self._data = self._compare(feed, loop)
+        follows = self.walk.epochs is not None and self.place.get("epochs") == self.walk.epochs
+        feed = self._feed = self._open(loader, batches, again=follows)
+        data, self._data = self.place.get("data"), self._compare(feed, loop)
         self._proof.begin(loader)
-        first = self.walk.epoch or 0
-        self._drawn, self._epochs = -1, None if epochs is None else epochs * (first + 1)
+        self._drawn, self._epochs = -1, None if epochs is None else epochs * ((self.walk.epoch or 0) + 1)
+        local: Plain = None
         if feed is not None and saved_loop == loop:
             self._seek(feed)
-        elif feed is not None and first:  # each epoch of the script has data in an order of its own
-            feed.seek({"epoch": first * (epochs or 1), "batch": 0})
+        elif feed is not None and self.walk.epoch:
+            local = self._follow(feed, epochs, known=follows and data == self._data)
         if saved_loop < loop:
             self.place = {"loop": loop, "at": None if feed is None else feed.place()}
-            self.local = self._at_start(blocks)
+            self.local = {**self._at_start(blocks), **({} if local is None else {"loader": local})}
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
             self._began = (self.place["at"], {**self._at_start(blocks), "loader": feed.local_state()})
@@ -305,6 +306,8 @@ class Loops:
                     log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
             self._end_loop()
             self._forget_loop()
+            if feed is not None and not feed.repeatable and self.walk.epochs is not None:
+                self._loader = self._loader._replace(feed=feed)
             if self.walk.inside and after_block.exit_agreed:
                 raise SystemExit(0)  # the rest of this epoch follows when the job has finished its steps
         except GeneratorExit:
@@ -315,9 +318,42 @@ class Loops:
             self._out_of_loop()
             self._feed = None
             for one in (feed, *self._others.values()):
-                if one is not None:
+                if one is not None and one is not self._loader.feed:
                     one.close()
             self._others = {}
+
+    def _open(self, loader: Any, batches: int | None, *, again: bool) -> Feed | None:
+        """Return the feed of the loop that begins; None if its blocks draw their own batches.
+
+        Args:
+            loader, batches: see :meth:`run`.
+            again: this loop follows the loop of the epoch before, and takes over the feed that was kept.
+        """
+        feed, self.begun, kept = self.begun, None, self._loader
+        if again and feed is None and same_loaders(kept.user, loader) and kept.batches == batches:
+            feed = kept.feed
+        if kept.feed is not None and kept.feed is not feed:
+            kept.feed.close()
+        if feed is None and loader is not None:
+            feed = feed_of(self._adapter, loader, batches)
+        self._loader = _OpenLoader(loader, batches, RefilledBatches(self._adapter))
+        return feed
+
+    def _follow(self, feed: Feed, passes: int | None, *, known: bool) -> Plain:
+        """Move ``feed`` to its start in an epoch of the script after the first. Return the rank-local part of that.
+
+        A loop of whole passes begins with the data of its epoch, which have an order of their own. A loop that only
+        ends at a step continues where the loop of the epoch before has ended. Further loaders always continue.
+
+        Args:
+            passes: number of passes in each epoch; None if the loop ends at a step.
+            known: the job has the position at the end of the epoch before, and the loop has the same data.
+        """
+        at, local = (self.place["at"], self.local.get("loader")) if known else (None, None)
+        if at is None or passes is not None:
+            at, local = start_of_epoch((self.walk.epoch or 0) * (passes or 1), at, local)
+        feed.seek(at, local)
+        return local
 
     def _at_start(self, blocks: StepRunner) -> dict[str, Plain]:
         """Return the rank-local values at the start of a loop. The state may be saved before its first block.
@@ -330,8 +366,10 @@ class Loops:
     def finish(self) -> None:
         """When the script ends, record that it does not return to a loop that it has left early.
 
-        A newcomer would still enter that loop.
+        A newcomer would still enter that loop. Also close the feed that is kept for a next epoch.
         """
+        if self._loader.feed is not None:
+            self._loader.feed.close()
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
 
@@ -486,7 +524,9 @@ class Loops:
         """Write dataset, start and end of the open loop, and those of the first loop, into the place of the job."""
         if self.place["loop"] == 0:
             self._first = self._bound
-        self.place.update(data=self._data, bound=self._bound, first=self._first, over=False)
+        self.place.update(
+            data=self._data, bound=self._bound, first=self._first, over=False, epochs=self.walk.epochs
+        )
         self.note_turns()
 
     def _end_of(self, loop: int, until: int | None) -> Bound:

@@ -148,6 +148,11 @@ class TurnPosition:
         return next((part.done for part in reversed(self._open) if part.kind == "epochs"), None)
 
     @property
+    def epochs(self) -> str | None:
+        """Key of the part ``s.epochs(N)`` whose open epoch has the loop over steps itself; None if there is none."""
+        return self._open[-1].way if self._open and self._open[-1].kind == "epochs" else None
+
+    @property
     def begun_at(self) -> int:
         """The step at which the job has begun the innermost open turn; 0 if no turn is open."""
         return int(self._record[self._open[-1].way]["step"]) if self._open else 0

@@ -157,7 +157,7 @@ class EqualUpdates:
             raise StepError(
                 f"step {step}: the updates depend on variables of the script (here {self.variables.described()}), and "
                 f"not all ranks have the same values. {self._cause()}",
-                hint=HINT,
+                hint=self.variables.hint(),
             )
         if tally.user_state_differs:
             raise StepError(

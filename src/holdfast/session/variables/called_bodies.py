@@ -236,8 +236,9 @@ class _Bodies(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        callee = _callee(node.func, self._place)
-        found: ast.Call = node if callee is None else self._with_body(node, callee) or node
+        call = _as_method(node)
+        callee = _callee(call.func, self._place)
+        found: ast.Call = node if callee is None else self._with_body(call, callee) or node
         for hook, before in _inside(node.func, self._place, self._hooks):
             if hook.function.__code__ not in self._inside:
                 self._inside.add(hook.function.__code__)
@@ -301,6 +302,15 @@ class _Callee(NamedTuple):
     owner: ast.expr | None
     updates: bool
     given: int
+
+
+def _as_method(call: ast.Call) -> ast.Call:
+    """Return ``next(batches)`` as a call of the method behind it, and any other call as it is."""
+    match call:
+        case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source):
+            method = ast.copy_location(ast.Attribute(source, "__next__", ast.Load()), call)
+            return ast.copy_location(ast.Call(method, [], []), call)
+    return call
 
 
 def _getter(node: ast.Attribute, place: tuple[str, int]) -> _Callee | None:

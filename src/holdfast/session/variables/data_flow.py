@@ -22,13 +22,15 @@ Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.Fo
 LEAVES = (ast.Continue, ast.Break, ast.Return)
 _FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
 """Methods that write a list or a deque."""
+_ADDS = ("append", "appendleft", "extend", "extendleft")
+"""Methods that add their argument to a list or a deque."""
 _CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove", "add", "discard")
 """Methods that write a dict, a list or a set. Other objects also have methods with these names."""
 _CHANGE_ARGUMENT = (
     *("heappush", "heappop", "heapify", "heapreplace", "heappushpop", "shuffle"),
-    *("insort", "insort_left", "insort_right"),
+    *("insort", "insort_left", "insort_right", "next"),
 )
-"""Functions of the standard library and of NumPy that change their first argument."""
+"""Functions of Python, its standard library and NumPy that change their first argument."""
 _KINDS = ("device", "dtype")
 """Attributes of a batch that are the same in each step."""
 _SETS = ("clear", "copy_", "fill_", "zero_")
@@ -109,6 +111,9 @@ def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
     for expression in wanted:
         flow.want(expression)
     left = [(node, tests) for node, tests in assigned(block) if not _fills_cache(node, tests)]
+    for call, addition, tests in _appended(block):
+        flow.locate(addition, call)
+        left.append((addition, tests))
     while found := [(node, tests) for node, tests in left if assigned_value(node) and flow.reaches(node)]:
         left = [each for each in left if each not in found]
         for node, tests in found:
@@ -117,6 +122,23 @@ def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
                 if source is not None:
                     flow.want(source)
     return flow
+
+
+def _appended(
+    node: ast.AST, tests: tuple[ast.expr, ...] = ()
+) -> Iterator[tuple[ast.Call, Assignment, tuple[ast.expr, ...]]]:
+    """Yield each call of a method that adds to a list (``parts.append(x)``), and the assignment ``parts += x``.
+
+    Each comes with the conditions around it, the outermost condition first.
+    """
+    match node:
+        case ast.Call(func=ast.Attribute(attr=method, value=ast.Name(id=name)), args=[value]) if (
+            method in _ADDS
+        ):
+            yield node, ast.AugAssign(ast.Name(name, ast.Store()), ast.Add(), value), tests
+    for child in ast.iter_child_nodes(node):
+        inside = isinstance(node, ast.If) and child is not node.test
+        yield from _appended(child, (*tests, node.test) if inside else tests)  # type: ignore[attr-defined]
 
 
 def expressions_behind(block: ast.AST, wanted: Iterable[ast.AST]) -> list[ast.AST]:
@@ -195,6 +217,11 @@ class _DataFlow:
             read = {each for name, writes in uses.items() if not writes for each in owners_of(name)}
             self._first[id(loop)] = {name for name, writes in uses.items() if writes} - read
         return self._first[id(loop)]
+
+    def locate(self, node: ast.AST, there: ast.AST) -> None:
+        """Give ``node``, which is not in the block, the position of the node ``there``."""
+        if id(there) in self._number:
+            self._number[id(node)] = self._number[id(there)]
 
     def want(self, expression: ast.AST) -> None:
         """Add ``expression`` to the wanted expressions."""

@@ -422,7 +422,7 @@ def _has_steps(value: ast.AST) -> bool:
 
 def _drawn(block: ast.AST) -> Iterator[str]:
     """Yield the iterators from which ``block`` takes an item with ``next``, unless ``block`` assigns them."""
-    own = written([block])
+    own = {name for assignment, _ in assigned(block) for name in written(targets(assignment))}
     for node in ast.walk(block):
         match node:
             case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source) not in {"", *own}:

@@ -41,7 +41,7 @@ _SIMPLE = (
 )
 """Types whose values are compared by a text of their content."""
 GENERATOR = "a generator "
-"""The begin of the text for a generator."""
+"""The begin of the text for a generator, or for the iterator of a loader."""
 
 
 def identified(*parts: bytes) -> int:
@@ -102,6 +102,8 @@ def plain_values(values: Mapping[str, object], source: DescribesUpdates | None) 
             found[name] = "no value"  # only an earlier block assigns it, so a replacement has no value
         elif isinstance(value, Iterator) and (left := _items_left(value)) is not None:
             found[name] = f"an iterator with {left} items left"
+        elif source is not None and (drawn := source.batches_drawn(value)) is not None:
+            found[name] = f"{GENERATOR}of batches, at batch {drawn}"
         elif source is not None and (content := source.content_of(value, BYTES_MAX)) is not None:
             found[name] = f"a tensor {_content_as_text(content)}"
     return found

@@ -24,8 +24,9 @@ from holdfast.session.variables.plain_values import (
 from holdfast.session.variables.variable_history import Names, PlainValue
 
 HINT = (
-    "keep a value of one rank in s.own (plain values) or by s.attach(NAME, object), or make it equal on all ranks "
-    "before the update (all_reduce, broadcast); session(verify_block=0) leaves out this check"
+    "keep a value of one rank in s.own (plain values) or by s.attach(NAME, object), a tensor of one rank by "
+    "holdfast.torch.declare() as a part of a larger one, or make it equal on all ranks before the update (all_reduce, "
+    "broadcast); session(verify_block=0) leaves out this check"
 )
 
 

@@ -18,7 +18,8 @@ import dis
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -115,6 +116,16 @@ class NotAssigned:
         """Return ``nan``."""
         return "nan"
 
+    @classmethod
+    def __torch_function__(
+        cls, function: object, types: object, args: Iterable[object] = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Raise the error for a function of torch, also if the placeholder is in a list (``torch.cat((x, y))``)."""
+        given = deque((*args, *(kwargs or {}).values()))
+        while not isinstance(first := given.popleft(), cls):
+            given.extend(first if isinstance(first, tuple | list) else ())
+        _refuse(first)
+
     def __getattr__(self, attribute: str) -> NoReturn:
         """Raise an error for any attribute (``x.to(device)``), because the missing value may have that attribute."""
         _refuse(self, kind=_UnassignedAttributeError)
@@ -129,7 +140,8 @@ def _refuse(unassigned: NotAssigned, *_: object, kind: type[StepError] = StepErr
     raise kind(
         f"the block uses {name!r}, to which this process has not assigned a value: an earlier block does, "
         "or code that does not run where a block runs again (`if not step.again:`)",
-        hint="assign it in the block, or keep it in session(state={...}), or in s.own if it is of one rank",
+        hint="assign it in the block, or keep it in session(state={...}), or in s.own if it is of one rank. Batches of "
+        "several loaders: s.steps(loader, second)",
     )
 
 

@@ -82,6 +82,13 @@ HINT = (
     "`if step.committed:`), by s.attach(NAME, object) if it is of one rank (a sum of losses), or compute it from "
     "step.number"
 )
+SEVERAL_LOADERS = "draw the batches of several loaders by s.steps(loader, second). Otherwise "
+
+
+def hint_for(values: Iterable[PlainValue], hint: str = HINT) -> str:
+    """Return ``hint``, after the way to draw from several loaders if one of ``values`` is a position in batches."""
+    is_drawn = any(isinstance(value, str) and value.startswith(GENERATOR) for value in values)
+    return f"{SEVERAL_LOADERS}{hint}" if is_drawn else hint
 
 
 class UpdateVariables:
@@ -284,7 +291,7 @@ class UpdateVariables:
                 what,
                 ", ".join(new[:VARIABLES_MAX]),
                 described(names[new[0]][1]),
-                HINT,
+                hint_for(values[name] for name in new),
             )
 
     def _keeps(self, name: str, place: tuple[str, int]) -> bool:
@@ -310,8 +317,12 @@ class UpdateVariables:
             f"the updates depend on {shown(again)}{begun}; at the step before: "
             f"{shown({name: history.before(name) for name in again})}. This process continues the job, and the "
             "script does not continue with these values",
-            hint=f"{hint}; session(verify_block=0) leaves out this check",
+            hint=f"{hint_for(again.values(), hint)}; session(verify_block=0) leaves out this check",
         )
+
+    def hint(self) -> str:
+        """Return the hint of an error that comes from the values in the open block."""
+        return hint_for(self._history.values.values())
 
     def number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the values in the open block.

@@ -167,8 +167,11 @@ class TorchFeed:
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
         """Go to the position ``place``, a result of :meth:`place`.
 
-        ``local`` is the result of :meth:`local_state` at the same position, or None.
+        ``local`` is the result of :meth:`local_state` at the same position, or None. Data that can only be read again,
+        and that are at this position, are not read again.
         """
+        if self._iterator is not None and not self.repeatable and place == self.place():
+            return
         self._iterator = None
         self.position = Position(place["epoch"], self._source.find(place))
         if local is not None:
@@ -207,6 +210,9 @@ class TorchFeed:
                     ) from None
                 self.position = Position(position.epoch + 1, 0)
                 continue
+            except BaseException:
+                self._iterator = None  # an iterator that has raised would seem to be at its end
+                raise
             self.epoch = position.epoch
             self.position = Position(position.epoch, position.batch + 1)
             self.last_in_epoch = self.position.batch == self._source.length
@@ -253,10 +259,13 @@ def make_source(loader: Any, seed: int, draws: Draws, *, spare: bool = False) ->
             hint="give the loaders themselves: s.steps(labeled, unlabeled); the block gets one batch of each",
         )
     if not hasattr(loader, "__iter__"):
-        number_of_steps = f"for {loader} steps: s.steps(until={loader})" if isinstance(loader, int) else ""
+        hint = "give a DataLoader or any iterable of batches, or none"
+        if isinstance(loader, int):
+            hint = f"for {loader} steps: s.steps(until={loader})"
+        elif hasattr(loader, "__next__"):
+            hint = "give the loader from which it takes its batches; several loaders: s.steps(loader, second)"
         raise UsageError(
-            f"steps() got a loader of type {type(loader).__name__}, which cannot be iterated",
-            hint=number_of_steps or "give a DataLoader or any iterable of batches, or none",
+            f"steps() got a loader of type {type(loader).__name__}, which cannot be iterated", hint=hint
         )
     if hasattr(loader, "__next__"):
         if isinstance(loader, DataLoader):
