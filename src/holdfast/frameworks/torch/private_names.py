@@ -119,6 +119,8 @@ def _of_state() -> Iterator[Use]:
     data = "torch.utils.data.dataloader"
     yield Use(f"{data}:_get_distributed_settings", "a spare is not asked for its rank", Feature.DATA)
     yield Use(f"{data}:_MultiProcessingDataLoaderIter._shutdown_workers", "end them at once", Feature.DATA)
+    yield Use(f"{data}:DataLoader._iterator", "end the workers that it keeps", Feature.DATA)
+    yield Use(f"{data}:DataLoader._get_iterator", "loaders that change their batches", Feature.DATA)
     yield Use("torch.utils._pytree:tree_map_only", "tensors of a batch of any shape", Feature.DATA)
 
 
