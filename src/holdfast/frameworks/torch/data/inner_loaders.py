@@ -8,7 +8,9 @@ epoch begins in each process as in a process that has read no earlier epoch.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -17,8 +19,8 @@ from holdfast.frameworks.torch import private_api
 
 DEPTH_MAX = 4
 """Largest number of objects and containers from the user's iterable to a DataLoader in it."""
-ITEMS_MAX = 100
-"""Largest number of items of a container that is searched. A larger one holds data."""
+OBJECTS_MAX = 1000
+"""Largest number of objects at one distance that are searched. More of them are data."""
 
 
 def inner_loaders(user: Any) -> list[DataLoader[Any]]:
@@ -27,18 +29,19 @@ def inner_loaders(user: Any) -> list[DataLoader[Any]]:
     ahead = [user]
     for _ in range(DEPTH_MAX):
         found |= {id(each): each for each in ahead if isinstance(each, DataLoader)}
-        ahead = [item for each in ahead if not isinstance(each, DataLoader) for item in _held(each)]
+        held = (item for each in ahead if not isinstance(each, DataLoader) for item in _held(each))
+        ahead = list(islice(held, OBJECTS_MAX))
     return list(found.values())
 
 
-def _held(value: Any) -> list[Any]:
+def _held(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        value = list(value.values())
+        return value.values()
     if isinstance(value, list | tuple):
-        return list(value) if len(value) <= ITEMS_MAX else []
+        return value
     if isinstance(value, Dataset | Sampler | torch.nn.Module | torch.Tensor):
-        return []
-    return list(getattr(value, "__dict__", {}).values())
+        return ()
+    return cast("dict[str, Any]", getattr(value, "__dict__", {})).values()
 
 
 def begin_epoch(user: Any, epoch: int, seed: int | None) -> None:
