@@ -86,6 +86,57 @@ class Stream(IterableDataset[float]):
             yield number + float(torch.rand(()))
 
 
+class _Once:
+    """A sampler around a batch sampler, as those of maskrcnn-benchmark."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batch_sampler)
+
+
+class _Negated:
+    """PyG's iterator, which changes each batch in this process. Workers that stay get the next epoch by ``_reset``."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.iterator._reset(loader, first_iter)
+
+    def __next__(self) -> Any:
+        return [-values for values in next(self.iterator)]
+
+
+class Negated(DataLoader[Any]):
+    """A loader like PyG's ``NodeLoader``, which changes its batches in ``_get_iterator``."""
+
+    def _get_iterator(self) -> Any:
+        return _Negated(super()._get_iterator())
+
+
+class Generated(DataLoader[Any]):
+    """A loader with an iterator of its own, as the ``DataLoaderX`` of many scripts."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+class Around:
+    """A loader around another one, as timm's ``PrefetchLoader``."""
+
+    def __init__(self, loader: Any) -> None:
+        self.inner = {"train": [loader]}
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self.inner["train"]:
+            yield from loader
+
+
 def loaders(workers: int) -> dict[str, Any]:
     """Return one loader of each kind."""
     data = Items()
@@ -101,6 +152,9 @@ def loaders(workers: int) -> dict[str, Any]:
         "endless": Endless(data, 3, shuffle=True, **common),
         "endless distributed": Endless(data, 3, sampler=DistributedSampler(data, 2, 1), **common),
         "endless unbatched": Endless(data, batch_size=None, **common),
+        "negated": Negated(data, 3, sampler=DistributedSampler(data, 2, 1), **common),
+        "generated": Generated(data, 3, sampler=DistributedSampler(data, 2, 1), **common),
+        "around": Around(DataLoader(data, 3, shuffle=True, generator=torch.Generator(), **common)),
         "stream": DataLoader(Stream(), 3, **common),
         "list": [torch.tensor([float(n)]) for n in range(4)],
     }
@@ -154,6 +208,53 @@ def test_a_loader_that_repeats_keeps_its_workers_and_gets_the_epoch() -> None:
     assert ours == draw(other, 6) and ours[:3] != ours[3:]
     assert [worker.pid for worker in source._iterator._workers] == workers
     feed.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_changes_its_batches_keeps_doing_so(workers: int) -> None:
+    """The session makes a loader with the user's settings again, which lost what the user's class adds."""
+    sampler: Any = DistributedSampler(Items(), 2, 1)
+    settings: dict[str, Any] = {"sampler": sampler, "num_workers": workers, "persistent_workers": workers > 0}
+    feed, plain = (
+        TorchFeed(make_source(kind(Items(), 3, **settings), 1, Draws.same(0)))
+        for kind in (Negated, DataLoader)
+    )
+    assert draw(feed, 6) == [[[-value for value in each] for each in batch] for batch in draw(plain, 6)]
+    feed.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("kind", [Generated, lambda *args, **more: Around(DataLoader(*args, **more))])
+def test_a_loader_that_is_read_again_gets_the_epoch(kind: Any, batched: bool) -> None:
+    """Without it each epoch has the order of the first one."""
+    sampler: Any = DistributedSampler(Items(), 2, 1)
+    more: dict[str, Any] = (
+        {"batch_sampler": BatchSampler(sampler, 7, False)} if batched else {"sampler": sampler}
+    )
+    feed = TorchFeed(
+        make_source(kind(Items(), **({} if batched else {"batch_size": 7}), **more), 1, Draws.same(0))
+    )
+    for epoch in range(3):
+        ours = [int(i) for i in feed.draw()[0]]
+        sampler.set_epoch(epoch)
+        assert ours == list(sampler)
+
+
+@pytest.mark.parametrize(
+    "kind", [DataLoader, Generated, lambda *args, **more: Around(DataLoader(*args, **more))]
+)
+def test_workers_that_a_stream_keeps_begin_each_epoch_as_a_new_process_does(kind: Any) -> None:
+    def feed() -> TorchFeed:
+        loader = kind(Stream(), 5, num_workers=1, persistent_workers=True)
+        return TorchFeed(make_source(loader, 1, Draws.same(0)))
+
+    whole, resumed = feed(), feed()
+    batches = [whole.draw().tolist() for _ in range(6)]
+    resumed.seek({"epoch": 2, "batch": 1})
+    assert resumed.draw().tolist() == batches[5]
+    whole.close()
+    resumed.close()
 
 
 def test_skipped_samples_are_not_read() -> None:

@@ -69,6 +69,13 @@ def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEviden
             "certain",
             "rank 9 leaves out all_reduce",
         ),
+        (
+            [seen(0, "ready:20:1", **outside(1, 20)), seen(9, "ready:20:1", meets=True)],
+            "kill",
+            (9,),
+            "certain",
+            "rank 9 leaves out all_reduce",
+        ),
         (four(3, "vote:20:4"), "kill", (3,), "likely", "has reached vote of step 20"),
         (four(3, "meet:20:0"), "kill", (3,), "certain", "it is in meet of step 20"),
         (four(3, "update:19:4"), "kill", (3,), "certain", "update of step 19"),

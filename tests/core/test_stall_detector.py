@@ -473,6 +473,16 @@ def test_a_collective_that_no_other_rank_makes_gives_no_time(phase: Phase) -> No
     assert world.until(True) <= 10 * STEP_S + 0.3
 
 
+def test_a_rank_that_waits_for_all_ranks_makes_no_further_collective() -> None:
+    """At the end of an epoch all ranks agree; one rank waits in a barrier after the last block of the epoch."""
+    world = World()
+    world.train(20)
+    world.phase = dict.fromkeys(world.phase, Phase.READY)
+    world.outside, world.meets = {2: 1}, {0, 1, 3}
+    world.stop()
+    assert world.until(True) <= 10 * STEP_S + 0.3
+
+
 def test_a_collective_that_other_ranks_have_still_to_make_waits_for_them() -> None:
     world = World()
     world.train(20)

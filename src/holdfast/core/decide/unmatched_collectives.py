@@ -3,7 +3,8 @@
 Theory. Between two blocks all ranks make the same number of collectives. If the code there depends on variables that a
 replacement does not have, the replacement makes more collectives than the other ranks, or fewer. The job then breaks or
 hangs, and the next replacement does the same again. The death or hang shows nothing of that cause, but the counts of
-the ranks prove it: one rank has begun the next block, so its count is final, and another rank has a higher count.
+the ranks prove it: one rank has begun the next block, so its count is final, and another rank has a higher count. The
+count of a rank that waits for an agreement of all ranks (at the end of an epoch) is final in the same way.
 
 Invariants:
 1. Counts are compared only within one generation and one step. A rank counts only from its first committed step in a
@@ -31,7 +32,7 @@ HINT = (
 
 
 class RankSeen(NamedTuple):
-    """The state of one rank after a fault. ``begun``: it has begun the block of ``step``, so its count is final."""
+    """The state of one rank after a fault. ``begun``: its count is final, as it has begun the block of ``step``."""
 
     rank: int
     member_id: MemberId

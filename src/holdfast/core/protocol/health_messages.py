@@ -136,6 +136,7 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     outside: OutsideCollectives | None = None  # the newest; None: it has made none
     child: int = 0  # id of a stopped process that the worker has started; 0: none
     left: bool = False  # its script has left its loops over steps
+    meets: bool = False  # it waits between two steps for an agreement of all ranks
 
 
 class Evidence(Message, frozen=True):

@@ -148,7 +148,9 @@ def _by_count(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     generations = [e.outside.generation for e in seen if e.outside is not None]
     if not generations:
         return None
-    ranks = (RankSeen(e.rank, e.member_id, PLACE.get(e.phase, 0) > 0, e.step, e.outside) for e in seen)
+    ranks = (
+        RankSeen(e.rank, e.member_id, PLACE.get(e.phase, 0) > 0 or e.meets, e.step, e.outside) for e in seen
+    )
     found = unmatched(max(generations), ranks)
     if found is None:
         return None

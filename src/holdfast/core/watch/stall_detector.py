@@ -321,10 +321,11 @@ class Progress:
     def _unmatched(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
         """Return the workers that wait in a collective which other workers leave out, and those other workers.
 
-        The other workers are already in the next block, and so made fewer collectives before it. The result is empty
-        if no worker made more. All these workers get no more time than a usual step takes.
+        The other workers are already in the next block, or wait for an agreement of all ranks. So they make no more
+        collectives before it. The result is empty if no worker made more. All these workers get no more time than a
+        usual step takes.
         """
-        final = [w for w in holding if w.last.phase in IN_STEP]
+        final = [w for w in holding if w.last.phase in IN_STEP or w.last.meets]
         more = [
             w
             for w in holding

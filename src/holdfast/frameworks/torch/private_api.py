@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optim
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader, dataloader
 
 from holdfast.errors import UnsupportedError
 from holdfast.frameworks.torch.private_names import SCALER_TENSORS, SCHEDULES, SHARD, STAGE, USES
@@ -716,6 +716,17 @@ def stop_workers(iterator: Any) -> None:
 def batches_drawn(value: object) -> int | None:
     """Return the number of batches that the iterator of a DataLoader has yielded; None for other objects."""
     return value._num_yielded if isinstance(value, dataloader._BaseDataLoaderIter) else None
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """End the worker processes that a DataLoader keeps for its next epoch (``persistent_workers``)."""
+    stop_workers(loader._iterator)
+    loader._iterator = None
+
+
+def changes_iterator(loader: DataLoader[Any]) -> bool:
+    """Return True if the loader's class makes an iterator of its own from that of ``DataLoader``."""
+    return type(loader)._get_iterator is not DataLoader._get_iterator
 
 
 def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

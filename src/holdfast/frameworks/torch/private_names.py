@@ -121,6 +121,8 @@ def _of_state() -> Iterator[Use]:
     yield Use(f"{data}:_MultiProcessingDataLoaderIter._shutdown_workers", "end them at once", Feature.DATA)
     drawn = "batches that an iterator of the script has yielded"
     yield Use(f"{data}:_BaseDataLoaderIter._num_yielded", drawn, Feature.DATA)
+    yield Use(f"{data}:DataLoader._iterator", "end the workers that it keeps", Feature.DATA)
+    yield Use(f"{data}:DataLoader._get_iterator", "loaders that change their batches", Feature.DATA)
     yield Use("torch.utils._pytree:tree_map_only", "tensors of a batch of any shape", Feature.DATA)
 
 

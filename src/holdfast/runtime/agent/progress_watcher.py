@@ -326,6 +326,7 @@ class Watcher:
             records=self._keep_records(place, seen.rank, finding),
             child=child,
             left=seen.left,
+            meets=seen.meets,
             outside=page.outside(),
         )
 

@@ -18,6 +18,7 @@ Sources, by the type of the user's loader:
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ from holdfast.frameworks.common.adapter import DataIdentity
 from holdfast.frameworks.common.state_tree import Plain, join, split
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.data.dataset_identity import identity
+from holdfast.frameworks.torch.data.inner_loaders import begin_epoch, samplers_in, set_epoch
 from holdfast.frameworks.torch.data.sampler_order import OrderDeal, SamplerOrder, SeededBatches, SeededDataset
 from holdfast.frameworks.torch.state.boxes import byte_view
 from holdfast.frameworks.torch.state.rng import Draws, fetch_seed, order_seed, seed_each
@@ -110,6 +112,11 @@ class Source(ABC):
         """Stop the worker processes of the loader."""
         private_api.stop_workers(self._iterator)
         self._iterator = None
+
+    def _begin(self, epoch: int, seed: int | None = None) -> None:
+        """Prepare the user's loader for ``epoch``; ``seed`` is for its generators."""
+        private_api.stop_workers(self._iterator)
+        begin_epoch(self._user, epoch, seed)
 
     def _read(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
         """Read the user's loader and yield its batches from index ``skip`` on.
@@ -309,14 +316,6 @@ def _prepared_source(loader: Any, seed: int) -> Source:
     return source
 
 
-def _set_epoch(epoch: int, *owners: Any) -> None:
-    seen: set[int] = set()
-    for owner in owners:
-        if id(owner) not in seen and callable(getattr(owner, "set_epoch", None)):
-            owner.set_epoch(epoch)
-        seen.add(id(owner))
-
-
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
@@ -343,7 +342,8 @@ class MapSource(Source):
         self._generator = torch.Generator()
         self._batched = batched
         # Keep the workers of a rehearsal's iterator for the next iterator.
-        self._lent = spare and loader.num_workers > 0
+        self._changes = private_api.changes_iterator(loader)
+        self._lent = spare and loader.num_workers > 0 and not self._changes
         self._loader = self._rebuild(loader, keep=self._lent)
         self._start: tuple[Position, int] | None = (
             None  # the rest of the epoch is dealt again from this position, after this number of samples of the job
@@ -355,7 +355,7 @@ class MapSource(Source):
         order: dict[str, Any] = (
             {"batch_sampler": self._order} if self._batched else {"sampler": self._order, "batch_size": None}
         )
-        return DataLoader(
+        made: DataLoader[Any] = DataLoader(
             wrapper(dataset, self._seed),
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
@@ -370,6 +370,12 @@ class MapSource(Source):
             in_order=getattr(loader, "in_order", True),
             **order,
         )
+        if not self._changes:
+            return made
+        # A loader of the user's class changes each batch (PyG's loaders). Its constructor may need other arguments.
+        of_class = copy.copy(loader)
+        vars(of_class).update(vars(made))
+        return of_class
 
     def _keeps_workers(self) -> bool:
         return self._user.persistent_workers or (self._repeats and self._user.num_workers > 0)
@@ -417,7 +423,7 @@ class MapSource(Source):
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Return an iterator over ``epoch`` that does not load the first ``skip`` batches."""
         user = self._user
-        _set_epoch(epoch, user, user.sampler, self._inner, getattr(self._inner, "sampler", None))
+        set_epoch(epoch, *samplers_in(user.sampler), *samplers_in(self._inner), user)
         self._order.epoch, self._order.skip = epoch, skip
         self._order.seen = None
         if self._order.deal is not None and self._start is not None and self._start[0].epoch == epoch:
@@ -428,7 +434,8 @@ class MapSource(Source):
             if self._loader.persistent_workers:
                 self._loader = self._rebuild(self._user, keep=False)
         self._lent = self._lent and self._iterator is None
-        self._iterator = iter(self._loader)
+        # Not the `__iter__` of a class that repeats its sampler: its iterator is for all epochs.
+        self._iterator = DataLoader.__iter__(self._loader)
         made: Iterator[Any] = self._iterator
         return made
 
@@ -488,8 +495,7 @@ class StatefulSource(Source):
 
         From the start, the first ``skip`` batches are read and dropped.
         """
-        _set_epoch(epoch, self._user, getattr(self._user, "sampler", None))
-        private_api.stop_workers(self._iterator)
+        self._begin(epoch)
         first = skip if self._restored else 0
         self._restored = False
         if skip > first:
@@ -519,17 +525,13 @@ class ReplaySource(Source):
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Return an iterator over ``epoch``; it reads the first ``skip`` batches and drops them."""
-        loader = self._user
-        _set_epoch(epoch, loader, getattr(loader, "dataset", None))
-        if isinstance(loader, DataLoader) and isinstance(loader.generator, torch.Generator):
-            loader.generator.manual_seed(order_seed(self._seed, epoch, self._draws.torch))
+        self._begin(epoch, order_seed(self._seed, epoch, self._draws.torch))
         if skip:
             log.warning(
                 "holdfast: %s has no position to go to: reading %s again",
-                type(loader).__name__,
+                type(self._user).__name__,
                 plural(skip, "batch"),
             )
-        private_api.stop_workers(self._iterator)
         return self._read(epoch, 0, skip)
 
 
