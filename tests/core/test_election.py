@@ -262,6 +262,26 @@ def test_an_agent_that_was_restarted_drops_nobody_before_it_is_told_who_is_there
     assert machine.kept.committed and machine.kept.electorate == electorate
 
 
+def test_a_leader_of_a_new_term_waits_for_the_list_of_its_own_controller() -> None:
+    """The list of the term before lacks a node that has come back.
+
+    Regression: the leader removed the vote of this node, and kept that of a silent one (seed 207860123606).
+    """
+    machine = agent(A, msgspec.structs.replace(nodes(A, B, C, D), term=1))
+    lead(machine, B, C)
+    post(machine, Rolled(up=(A, C, D)))  # B is silent
+    post(machine, LeaderLost())
+    commands = lead(machine, B, D)
+    again = machine.kept.electorate
+    assert again is not None and again.voters == (A, B, C, D)
+    for voter in (B, D):
+        commands += post(machine, ConfigChangeAck(voter=voter, electorate=again))
+    assert machine.kept.committed and machine.kept.electorate == again, "no voter is removed"
+    post(machine, ControllerUp(term=machine.kept.term, host="h", port=1))
+    changes = [m for _, m in said(post(machine, Rolled(up=(A, B, D))), ConfigChange)]
+    assert [m.electorate.voters for m in changes if isinstance(m, ConfigChange)] == [(A, B, D)]
+
+
 def test_a_voter_keeps_what_the_leader_issues_and_refuses_who_knows_less() -> None:
     machine = agent(C, nodes(A, B, C, D))
     newer = VoterSet(3, 2, (A, B, C))

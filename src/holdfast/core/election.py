@@ -211,6 +211,8 @@ class Election:
         An earlier agent of this node may have started that controller.
         """
         if event.term == self.kept.term and self.kept.voted_for == self.me:
+            if self.lead is None or self.lead.term != event.term:
+                self._up = frozenset()  # the list of an earlier controller: nodes may have come back since
             self.role = "leader"
             self.lead = Lead(leader=self.me, term=event.term, host=event.host, port=event.port)
             self._cancel("campaign", "alone")

@@ -110,6 +110,14 @@ class Feed(Protocol):
         """Stop the worker processes of the loader."""
 
 
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches in an epoch of the user's loader; None if it has no length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 OnCollective = Callable[[int, str, bool], None]
 """Function that is called at the start of each collective: number, name, whether all ranks of the job make it."""
 

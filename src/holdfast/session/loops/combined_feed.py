@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.frameworks.common.adapter import Adapter, DataIdentity, Feed
+from holdfast.frameworks.common.adapter import Adapter, DataIdentity, Feed, length_of
 from holdfast.frameworks.common.optional_abilities import DrawsFromSeveral, StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.session.steps.accumulation import grouped
@@ -88,14 +88,6 @@ def feed_of_copy(adapter: Adapter, loader: Any, copy: int, batches: int | None) 
         return None
     feed = feeds[0] if len(feeds) == 1 else CombinedFeed(feeds, [length_of(each) for each in loaders])
     return grouped(feed, batches, adapter)
-
-
-def length_of(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None if it has no length."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def same_loaders(one: Any, other: Any) -> bool:

@@ -33,7 +33,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.errors import EmptyLoaderError, UsageError
-from holdfast.frameworks.common.adapter import DataIdentity
+from holdfast.frameworks.common.adapter import DataIdentity, length_of
 from holdfast.frameworks.common.state_tree import Plain, join, split
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.data.dataset_identity import identity
@@ -68,7 +68,7 @@ class Source(ABC):
     """
 
     def __init__(self, user: Any, seed: int, draws: Draws) -> None:
-        self.length: int | None = _length(user)
+        self.length: int | None = length_of(user)
         self.device: torch.device | None = None
         self._user = user
         self._seed = seed
@@ -314,13 +314,6 @@ def _prepared_source(loader: Any, seed: int) -> Source:
     source = _PreparedSource(loader, seed, Draws.same(0))
     source.device = getattr(loader, "device", None)
     return source
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 class MapSource(Source):
