@@ -383,3 +383,25 @@ def test_second_feed_of_a_loader_draws_what_a_new_process_would() -> None:
     assert order(loader) == first == order(made())
     loader.sampler.generator.manual_seed(6)  # type: ignore[attr-defined]
     assert order(loader) != first
+
+
+class Adapted:
+    """A loader as accelerate makes it: ``isinstance`` takes it for a DataLoader, and its class is none."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return DataLoader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def test_an_adapter_around_a_loader_is_read_as_the_loader() -> None:
+    """Regression: the search for iterators of the user's class ended Hugging Face's trainers with an error."""
+    adapted: Any = Adapted(DataLoader(Items(), 4))
+    assert isinstance(adapted, DataLoader)
+    feed = TorchFeed(MapSource(adapted, 3, Draws.same(0)))
+    assert [int(index) for index in feed.draw()[0]] == [0, 1, 2, 3]

@@ -725,8 +725,12 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 
 
 def changes_iterator(loader: DataLoader[Any]) -> bool:
-    """Return True if the loader's class makes an iterator of its own from that of ``DataLoader``."""
-    return type(loader)._get_iterator is not DataLoader._get_iterator
+    """Return True if the loader's class makes an iterator of its own from that of ``DataLoader``.
+
+    accelerate's classes are no subclasses of ``DataLoader``, although ``isinstance`` says so.
+    """
+    kept = DataLoader._get_iterator
+    return getattr(type(loader), "_get_iterator", kept) is not kept
 
 
 def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
