@@ -391,8 +391,8 @@ class Adapted:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]  # as accelerate does
+    def __class__(self) -> type:
         return DataLoader
 
     def __getattr__(self, name: str) -> Any:
