@@ -29,7 +29,7 @@ from holdfast.errors import DataError
 from holdfast.frameworks.common.adapter import Feed
 from holdfast.frameworks.common.optional_abilities import DigestsBatches
 from holdfast.frameworks.common.state_tree import Plain
-from holdfast.session.loops.combined_feed import SeveralLoaders
+from holdfast.session.loops.combined_feed import loaders_of
 
 
 class Drawn:
@@ -114,13 +114,12 @@ class Drawn:
 
 def another_batch(rank: int, loader: Any, place: str) -> DataError:
     """Return the error for a ``loader`` that gives this rank another batch for ``place`` (in words) than before."""
-    several = isinstance(loader, SeveralLoaders)
-    loader = loader.loaders[0] if isinstance(loader, SeveralLoaders) else loader
+    loader, *further = loaders_of(loader)
     sampler = type(getattr(loader, "sampler", None)).__name__
     # torch gives the second one to the loader of an IterableDataset.
     is_stream = sampler in ("NoneType", "_InfiniteConstantSampler")
     name = f"the {type(loader).__name__}{'' if is_stream else f' with a {sampler}'}"
-    if several:
+    if further:
         name += ", or another loader of the loop,"
     cause = "its order or its samples depend on the process, or have changed: "
     repair = (

@@ -51,6 +51,11 @@ def together(loader: Any, further: Sequence[Any]) -> Any:
     return SeveralLoaders((loader, *further))
 
 
+def loaders_of(loader: Any) -> tuple[Any, ...]:
+    """Return the loaders in ``loader``, a result of :func:`together`."""
+    return loader.loaders if isinstance(loader, SeveralLoaders) else (loader,)
+
+
 def feed_of(adapter: Adapter, loader: Any, batches: int | None) -> Feed:
     """Return the batches of ``loader``, a result of :func:`together`.
 
@@ -62,15 +67,15 @@ def feed_of(adapter: Adapter, loader: Any, batches: int | None) -> Feed:
         UsageError: a loader cannot be iterated.
         UnsupportedError: the framework combines several loaders in its own way.
     """
-    if not isinstance(loader, SeveralLoaders):
-        return grouped(adapter.feed(loader), batches, adapter)
+    loaders = loaders_of(loader)
+    if len(loaders) == 1:
+        return _combined([adapter.feed(loader)], loaders, batches, adapter)
     if not isinstance(adapter, DrawsFromSeveral):
         raise UnsupportedError(
             "steps() got several loaders: this framework has an operation that combines datasets",
             hint="give one dataset: tf.data.Dataset.zip((a, b.repeat())), or mindspore.dataset.zip((a, b))",
         )
-    feed = CombinedFeed(adapter.feeds(loader.loaders), [length_of(each) for each in loader.loaders])
-    return grouped(feed, batches, adapter)
+    return _combined(adapter.feeds(loaders), loaders, batches, adapter)
 
 
 def feed_of_copy(adapter: Adapter, loader: Any, copy: int, batches: int | None) -> Feed | None:
@@ -81,20 +86,21 @@ def feed_of_copy(adapter: Adapter, loader: Any, copy: int, batches: int | None) 
     blocks = adapter.others if isinstance(adapter, StandsForOthers) else None
     if blocks is None:
         return None
-    loaders = loader.loaders if isinstance(loader, SeveralLoaders) else (loader,)
+    loaders = loaders_of(loader)
     found = [blocks.feed(each, copy, number) for number, each in enumerate(loaders)]
     feeds = [feed for feed in found if feed is not None]
-    if len(feeds) < len(loaders):
-        return None
+    return _combined(feeds, loaders, batches, adapter) if len(feeds) == len(loaders) else None
+
+
+def _combined(feeds: Sequence[Feed], loaders: Sequence[Any], batches: int | None, adapter: Adapter) -> Feed:
     feed = feeds[0] if len(feeds) == 1 else CombinedFeed(feeds, [length_of(each) for each in loaders])
     return grouped(feed, batches, adapter)
 
 
 def same_loaders(one: Any, other: Any) -> bool:
     """Return whether two results of :func:`together` are the same loaders."""
-    if isinstance(one, SeveralLoaders) and isinstance(other, SeveralLoaders):
-        return len(one.loaders) == len(other.loaders) and all(map(operator.is_, one.loaders, other.loaders))
-    return one is other
+    pairs = loaders_of(one), loaders_of(other)
+    return len(pairs[0]) == len(pairs[1]) and all(map(operator.is_, *pairs))
 
 
 def start_of_epoch(

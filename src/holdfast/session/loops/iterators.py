@@ -15,7 +15,7 @@ from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.loops.combined_feed import feed_of, together
 from holdfast.session.loops.loop import Loops
-from holdfast.session.loops.script_source import called_counter, counter_around, enclosed
+from holdfast.session.loops.script_source import counter_around, enclosed
 from holdfast.session.loops.turn_position import IDIOM
 from holdfast.session.loops.turns import Turns
 from holdfast.session.steps.accumulation import checked_count
@@ -52,7 +52,7 @@ class Steps(Iterator[Step]):
         Raises:
             UsageError: ``enumerate``, ``zip`` or ``islice`` asks for the iterator.
         """
-        _refuse_counter(called_counter(sys._getframe(1)))
+        _refuse_counter(sys._getframe(1))
         return self._steps
 
     def __next__(self) -> Step:
@@ -70,8 +70,8 @@ class Steps(Iterator[Step]):
         return self._passes * math.ceil(len(self._loader) / self._batches)
 
 
-def _refuse_counter(counter: str) -> None:
-    if counter:
+def _refuse_counter(caller: FrameType) -> None:
+    if counter := counter_around(caller):
         raise UsageError(
             f"{counter}() around s.steps(...) counts the runs of blocks, not the steps: a block runs again after a "
             "fault and for its check, and a process that joins or resumes begins at 0",
@@ -212,7 +212,7 @@ class ScriptLoops:
                 "a loop over steps in a loop that the session does not know: its turns would run again at each start",
                 hint=IDIOM,
             )
-        _refuse_counter(counter_around(sys._getframe(1)))
+        _refuse_counter(sys._getframe(1))
         loader = together(loader, further)
         many = checked_count(batches, loader)
         passes = epochs if until is not None or epochs is not None else 1

@@ -51,29 +51,15 @@ def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> boo
 
 
 def counter_around(caller: FrameType) -> str:
-    """Return the name in ``COUNTERS`` whose call has the current call of ``caller`` in its arguments.
+    """Return the name in ``COUNTERS`` whose call is the current call of ``caller``, or has it in its arguments.
 
-    The result is empty if there is none.
+    The result is empty if there is none. Examples are ``zip(range(9), steps)`` and ``zip(range(9), s.steps(loader))``.
     """
     code = list(dis.get_instructions(caller.f_code))
     begun = [each for each in code if each.offset <= caller.f_lasti]
     first, last = _extent(begun[-1])  # the call itself: ``f_lasti`` may also be in a cache entry after it
-    around = {begin for begin, end in map(_extent, code) if begin < first and last < end}
+    around = {begin for begin, end in map(_extent, code) if begin <= first and last <= end}
     return next((each.argval for each in code if each.argval in COUNTERS and _extent(each)[0] in around), "")
-
-
-def called_counter(caller: FrameType) -> str:
-    """Return the name in ``COUNTERS`` that ``caller`` calls now, for example in ``zip(range(9), steps)``.
-
-    The result is empty if the current instruction is no call of one of these.
-    """
-    code = list(dis.get_instructions(caller.f_code))
-    begun = [each for each in code if each.offset <= caller.f_lasti and each.opname != "CACHE"]
-    if not begun or not begun[-1].opname.startswith("CALL"):
-        return ""
-    first, last = _extent(begun[-1])
-    named = (each for each in code if each.argval in COUNTERS and _extent(each) != (first, last))
-    return next((each.argval for each in named if _extent(each)[0] == first), "")
 
 
 def leaves(caller: FrameType) -> bool:

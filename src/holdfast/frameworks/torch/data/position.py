@@ -257,10 +257,8 @@ def make_source(loader: Any, seed: int, draws: Draws, *, spare: bool = False) ->
         and not isinstance(loader.dataset, IterableDataset)
     ):
         return MapSource(loader, seed, draws, spare)
-    held = (
-        loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
-    )
-    if any(isinstance(each, DataLoader) for each in held):
+    held = loader.values() if isinstance(loader, Mapping) else loader
+    if isinstance(loader, Mapping | list | tuple) and any(isinstance(each, DataLoader) for each in held):
         raise UsageError(
             f"steps() got a {type(loader).__name__} of loaders, and would take each loader as a batch",
             hint="give the loaders themselves: s.steps(labeled, unlabeled); the block gets one batch of each",
@@ -334,8 +332,8 @@ class MapSource(Source):
         self._order = SamplerOrder(inner, batched, seed, draws)
         self._generator = torch.Generator()
         self._batched = batched
-        # Keep the workers of a rehearsal's iterator for the next iterator.
         self._changes = private_api.changes_iterator(loader)
+        # Keep the workers of a rehearsal's iterator for the next iterator.
         self._lent = spare and loader.num_workers > 0 and not self._changes
         self._loader = self._rebuild(loader, keep=self._lent)
         self._start: tuple[Position, int] | None = (
