@@ -20,10 +20,10 @@ from holdfast.session.variables.called_bodies import CallWithBody, chain, of_scr
 Loop = ast.For | ast.While
 Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For
 LEAVES = (ast.Continue, ast.Break, ast.Return)
-_FILLS = ("append", "appendleft", "extend", "extendleft", "popleft")
-"""Methods that write a list or a deque."""
-_ADDS = ("append", "appendleft", "extend", "extendleft")
+APPENDS = ("append", "appendleft", "extend", "extendleft")
 """Methods that add their argument to a list or a deque."""
+_FILLS = (*APPENDS, "popleft")
+"""Methods that write a list or a deque."""
 _CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove", "add", "discard")
 """Methods that write a dict, a list or a set. Other objects also have methods with these names."""
 _CHANGE_ARGUMENT = (
@@ -124,21 +124,17 @@ def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
     return flow
 
 
-def _appended(
-    node: ast.AST, tests: tuple[ast.expr, ...] = ()
-) -> Iterator[tuple[ast.Call, Assignment, tuple[ast.expr, ...]]]:
+def _appended(block: ast.AST) -> Iterator[tuple[ast.Call, Assignment, tuple[ast.expr, ...]]]:
     """Yield each call of a method that adds to a list (``parts.append(x)``), and the assignment ``parts += x``.
 
     Each comes with the conditions around it, the outermost condition first.
     """
-    match node:
-        case ast.Call(func=ast.Attribute(attr=method, value=ast.Name(id=name)), args=[value]) if (
-            method in _ADDS
-        ):
-            yield node, ast.AugAssign(ast.Name(name, ast.Store()), ast.Add(), value), tests
-    for child in ast.iter_child_nodes(node):
-        inside = isinstance(node, ast.If) and child is not node.test
-        yield from _appended(child, (*tests, node.test) if inside else tests)  # type: ignore[attr-defined]
+    for node, tests in _conditioned(block):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=method, value=ast.Name(id=name)), args=[value]) if (
+                method in APPENDS
+            ):
+                yield node, ast.AugAssign(ast.Name(name, ast.Store()), ast.Add(), value), tests
 
 
 def expressions_behind(block: ast.AST, wanted: Iterable[ast.AST]) -> list[ast.AST]:
@@ -353,8 +349,9 @@ def _caches(block: ast.AST) -> set[str]:
     changed = (_changed_by(node) for node in ast.walk(block) if isinstance(node, ast.Call))
     others = {name for name, *_ in filter(None, changed)}
     caches = {name for name, fills in found.items() if fills and _only_fills_ask(name, block)}
-    for guard in [node for node in ast.walk(block) if isinstance(node, ast.If)]:
-        caches |= _made_again(guard, block, every, stored)
+    for each in ast.walk(block):
+        if isinstance(each, ast.If):
+            caches |= _made_again(each, block, every, stored)
     return caches - others
 
 
@@ -372,18 +369,19 @@ def _fills(
         every: all assignments of the block, each with its conditions.
         stored: the variables that the block writes.
     """
-    if isinstance(node, ast.For) or not tests or node.value is None or not _fills_cache(node, tests):
+    if isinstance(node, ast.For) or node.value is None:
         return False
-    guard = tests[-1]
-    given = names_in([guard.left]) if isinstance(guard, ast.Compare) else set[str]()
-    behind = _behind(node.value, given, guard, every, stored)
-    return behind is not None and _written_under(guard, every) <= behind | {name}
+    match tests[-1:]:
+        case [ast.Compare(left=key) as guard] if _fills_cache(node, tests):
+            behind = _behind(node.value, names_in([key]), guard, every, stored)
+            return behind is not None and _written_under(guard, every) <= behind | {name}
+    return False
 
 
 def _behind(
     value: ast.expr,
     given: Set[str],
-    guard: ast.expr | None,
+    guard: ast.expr,
     every: Sequence[tuple[Assignment, Sequence[ast.expr]]],
     stored: Set[str],
 ) -> set[str] | None:
@@ -428,11 +426,13 @@ def _made_again(
 
     A table that only grows (``if n > size``) is no cache: a part of it may depend on the largest size so far.
     """
-    group = _written_under(guard.test, every)
-    asked = {part for use in names_in([guard.test]) for part in (use, *owners_of(use))}
-    if not _asks_for_another(guard.test) or guard.orelse or group.isdisjoint(asked):
+    if guard.orelse or not _asks_for_another(guard.test):
         return set()
-    given = {use for use in names_in([guard.test]) if group.isdisjoint((use, *owners_of(use)))}
+    group, asked = _written_under(guard.test, every), names_in([guard.test])
+    given = {name for name in asked if group.isdisjoint((name, *owners_of(name)))}
+    if given == asked:
+        return set()
+    compared = _compared_with(guard.test)
     for node, tests in every:
         if written(targets(node)).isdisjoint(group):
             continue
@@ -442,9 +442,8 @@ def _made_again(
             return set()
         if _behind(value, given, guard.test, every, stored) is None:
             return set()
-        if wanted := _compared_with(guard.test).keys() & written(targets(node)):
-            if {ast.unparse(value)} != {_compared_with(guard.test)[name] for name in wanted}:
-                return set()
+        if any(compared[name] != ast.unparse(value) for name in compared.keys() & written(targets(node))):
+            return set()
     inside = _first_of(each for statement in guard.body for each in uses(statement))
     own, first = set(uses(guard)), _first_of(uses(block))
     begins = all(first[name] in own for name in group & first.keys())
@@ -516,15 +515,22 @@ def written(nodes: Iterable[ast.AST]) -> set[str]:
     return {use.name for node in nodes for use in uses(node) if use.writes}
 
 
-def assigned(
-    node: ast.AST, tests: tuple[ast.expr, ...] = ()
-) -> Iterator[tuple[Assignment, tuple[ast.expr, ...]]]:
-    """Yield the assignments in ``node``. Each comes with the conditions around it, the outermost condition first."""
-    if isinstance(node, Assignment):
+def assigned(block: ast.AST) -> Iterator[tuple[Assignment, tuple[ast.expr, ...]]]:
+    """Yield the assignments in ``block``. Each comes with the conditions around it, the outermost condition first."""
+    for node, tests in _conditioned(block):
+        if isinstance(node, Assignment):
+            yield node, tests
+
+
+def _conditioned(block: ast.AST) -> Iterator[tuple[ast.AST, tuple[ast.expr, ...]]]:
+    """Yield the nodes of ``block`` in the order of the source, each with the conditions around it."""
+    ahead: list[tuple[ast.AST, tuple[ast.expr, ...]]] = [(block, ())]
+    while ahead:
+        node, tests = ahead.pop()
         yield node, tests
-    for child in ast.iter_child_nodes(node):
-        inside = isinstance(node, ast.If) and child is not node.test
-        yield from assigned(child, (*tests, node.test) if inside else tests)  # type: ignore[attr-defined]
+        for child in reversed(list(ast.iter_child_nodes(node))):
+            inside = isinstance(node, ast.If) and child is not node.test
+            ahead.append((child, (*tests, node.test) if inside else tests))  # type: ignore[attr-defined]
 
 
 def assigned_value(node: Assignment) -> ast.expr | None:

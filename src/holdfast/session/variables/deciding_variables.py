@@ -34,6 +34,7 @@ from holdfast.session.variables.called_bodies import (
     with_bodies,
 )
 from holdfast.session.variables.data_flow import (
+    APPENDS,
     LEAVES,
     Assignment,
     Loop,
@@ -52,7 +53,7 @@ Places = tuple[tuple[str, int], ...]
 
 VARIABLES_MAX = 4  # in a message
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
-_ADDS = ("append", "appendleft", "extend", "extendleft", "add", "update", "setdefault")
+_ADDS = (*APPENDS, "add", "update", "setdefault")
 _EMPTIES = ("clear", "pop", "popleft", "popitem", "remove", "discard", "zero_", "fill", "fill_")
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
 _MARK = re.compile(f"{LOCAL}[0-9]+")
