@@ -237,9 +237,12 @@ class _Bodies(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         call = _as_method(node)
-        callee = _callee(call.func, self._place)
+        called = _called(call.func, self._place)
+        if called is None:
+            return node
+        callee = _callee(called, self._place)
         found: ast.Call = node if callee is None else self._with_body(call, callee) or node
-        for hook, before in _inside(node.func, self._place, self._hooks):
+        for hook, before in _inside(called, self._place, self._hooks):
             if hook.function.__code__ not in self._inside:
                 self._inside.add(hook.function.__code__)
                 name = ast.Name(f"hook{LOCAL}", ast.Load())
@@ -329,72 +332,97 @@ def _getter(node: ast.Attribute, place: tuple[str, int]) -> _Callee | None:
     return _Callee(getter, node.value, updates=False, given=0) if isinstance(getter, FunctionType) else None
 
 
-def _callee(called: ast.expr, place: tuple[str, int]) -> _Callee | None:
-    """Return the function that a call of the expression ``called`` would run now.
+class _Called(NamedTuple):
+    """The present value of the expression of a call.
 
-    The result is None if it is not a Python function.
+    Attributes:
+        expression: the expression, a variable or an attribute.
+        holder: the object with the attribute; None for a variable.
+        value: the value; None if it is not known.
     """
-    if not chain(called):
-        return None
+
+    expression: ast.expr
+    holder: object
+    value: object
+
+    @property
+    def attribute(self) -> str:
+        """Name of the attribute; empty for a variable."""
+        return self.expression.attr if isinstance(self.expression, ast.Attribute) else ""
+
+
+def _called(expression: ast.expr, place: tuple[str, int]) -> _Called | None:
+    """Return the present value of ``expression``; None if it is neither a variable nor an attribute of one."""
+    match expression:
+        case ast.Name(id=name):
+            return _Called(expression, None, _value(name, place))
+        case ast.Attribute(value=owner, attr=attribute) if chain(owner):
+            holder = _value(chain(owner), place)
+            return _Called(expression, holder, static_of(holder, attribute))
+    return None
+
+
+def _callee(called: _Called, place: tuple[str, int]) -> _Callee | None:
+    """Return the function that a call of ``called`` would run now; None if it is not a Python function."""
     owner: ast.expr | None = None
-    updates = False
-    if isinstance(called, ast.Attribute):
-        holder = _value(chain(called.value), place)
-        value = static_of(holder, called.attr)
-        updates = called.attr == "step" and "param_groups" in instance_of(holder)
-        if isinstance(value, FunctionType) and called.attr not in instance_of(holder):
-            owner = called.value  # a method, and not a function in a module or in an attribute
+    value, updates = called.value, False
+    if isinstance(called.expression, ast.Attribute):
+        attributes = instance_of(called.holder)
+        updates = called.attribute == "step" and "param_groups" in attributes
+        if isinstance(value, FunctionType) and called.attribute not in attributes:
+            owner = called.expression.value  # a method, and not a function in a module or in an attribute
         elif isinstance(value, staticmethod):
             value = value.__func__
-    else:
-        value = _value(called.id, place) if isinstance(called, ast.Name) else None
+    found = _run_by(value, called.expression, place, owner)
+    return None if found is None else found._replace(updates=updates)
+
+
+def _run_by(
+    value: object, name: ast.expr, place: tuple[str, int], owner: ast.expr | None = None
+) -> _Callee | None:
+    """Return the function that a call of ``value`` runs; None if it is not a Python function.
+
+    Args:
+        value: a function, a method, an object that can be called, or a ``functools.partial`` of one of these.
+        name: the expression for ``value``.
+        owner: the expression for the ``self`` of ``value``, if it is known.
+    """
     given = 0
     if isinstance(value, partial):
         given = len(value.args)
         value = value.func
     if isinstance(value, MethodType):
-        owner = _object(value.__self__, chain(called), place)
+        owner = _object(value.__self__, chain(name), place)
         value = value.__func__
     elif value is not None and not _is_code(value):
-        wrapped = _unwrapped(value, called, place)
+        wrapped = _unwrapped(value, name, place)
         kind, owner = type(wrapped.module), wrapped.name
         value = static_of(kind, "forward") or static_of(kind, "__call__")
     found = inspect.unwrap(value) if callable(value) else None
-    return _Callee(found, owner, updates, given) if isinstance(found, FunctionType) else None
+    return _Callee(found, owner, False, given) if isinstance(found, FunctionType) else None
 
 
 def _inside(
-    called: ast.expr, place: tuple[str, int], hooks: HookSearch
+    called: _Called, place: tuple[str, int], hooks: HookSearch
 ) -> Iterator[tuple[_Callee, list[ast.expr]]]:
-    """Yield the functions of the script that a library runs in a call of the expression ``called``.
+    """Yield the functions that a library runs in a call of ``called``.
 
     Each comes with its arguments before the one that stands for the result of the call.
     """
-    if not chain(called):
-        return
-    holder = _value(chain(called.value), place) if isinstance(called, ast.Attribute) else None
-    method = called.attr if isinstance(called, ast.Attribute) else ""
-    if method == "apply":
-        found = methods_of_function(holder)
+    if called.attribute == "apply":
+        found = methods_of_function(called.holder)
     else:
-        found = hooks.of(holder if method == "step" else _value(chain(called), place))
+        found = hooks.of(called.holder if called.attribute == "step" else called.value)
     for hook in found:
-        function: object = hook.function
-        given = 0
-        if isinstance(function, partial):
-            given, function = len(function.args), function.func
-        owner = None
-        if isinstance(function, MethodType):
-            owner, function = function.__self__, function.__func__
-        elif not isinstance(function, FunctionType):
-            owner, function = function, static_of(type(function), "__call__")
-        if isinstance(function, FunctionType) and of_script(function.__code__.co_filename):
-            name = function.__name__
-            itself = None if owner is None else _object(owner, name, place)
+        name = getattr(hook.function, "__name__", "")
+        itself = ast.Name(name, ast.Load()) if name else _object(hook.function, "hook", place)
+        function = _run_by(hook.function, itself, place)
+        if function is not None:
             before: list[ast.expr] = [ast.Constant(None)] * hook.before
             if hook.module is not None:
-                before[:1] = [_object(hook.module, f"{name} of {type(hook.module).__name__}", place)]
-            yield _Callee(function, itself, updates=False, given=given), before
+                kind = type(hook.module).__name__
+                before[:1] = [_object(hook.module, f"{name} of {kind}", place)]
+            yield function, before
 
 
 def _object(value: object, function: str, place: tuple[str, int]) -> ast.expr:

@@ -67,16 +67,19 @@ class HookSearch:
 def _own(holder: object, attributes: Mapping[str, object]) -> Iterator[Hook]:
     if "_modules" in attributes:
         for name, before in _OF_MODULES.items():
-            functions = (each for each in _items(attributes.get(name)) if callable(each))
-            yield from (Hook(each, before, holder) for each in functions)
+            yield from (Hook(each, before, holder) for each in _functions(attributes.get(name)))
     if "param_groups" in attributes:
         for name in _OF_OPTIMIZERS:
-            yield from (Hook(each, 0) for each in _items(attributes.get(name)) if callable(each))
+            yield from (Hook(each, 0) for each in _functions(attributes.get(name)))
 
 
 def _of_tensor(tensor: object) -> Iterator[Hook]:
     for name in _OF_TENSORS:
-        yield from (Hook(each, 0) for each in _items(getattr(tensor, name, None)) if callable(each))
+        yield from (Hook(each, 0) for each in _functions(getattr(tensor, name, None)))
+
+
+def _functions(hooks: object) -> Iterator[Callable[..., object]]:
+    return (each for each in _items(hooks) if callable(each))
 
 
 def _items(value: object) -> list[object]:
