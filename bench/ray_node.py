@@ -23,10 +23,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from rounds import quantile
+from step_log import SETUP, logged_steps
 
 from holdfast.errors import InternalError
 from tests.frameworks.ray.clusters import RayJob, RayNodes, ray_nodes
@@ -34,21 +35,9 @@ from tests.runtime.runs import until
 
 GOAL_S = 6.0
 RANKS = 3
-TRAIN = """
-import hashlib, os, sys, time
-import torch
-import torch.distributed as dist
-import holdfast
-from torch.nn.parallel import DistributedDataParallel
-
-pause_s, place = float(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-torch.manual_seed(7)
-model = DistributedDataParallel(torch.nn.Linear(16, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-data = torch.utils.data.TensorDataset(torch.arange(65536.0).reshape(-1, 16).sin())
-loader = torch.utils.data.DataLoader(data, 8, sampler=torch.utils.data.DistributedSampler(data, seed=7))
+TRAIN = (
+    SETUP
+    + """import hashlib
 stop = torch.zeros(1)
 with holdfast.session(model=model, optimizer=optimizer, seed=7, state={"stop": stop}) as s:
     with open(f"{place}/steps-{dist.get_rank()}", "a") as steps:
@@ -64,26 +53,12 @@ with holdfast.session(model=model, optimizer=optimizer, seed=7, state={"stop": s
                 optimizer.zero_grad()
                 stop.copy_(end)
             if step.committed:
-                steps.write(f"{s.step} {time.time()}\\n")
+                steps.write(f"{start} {s.step} {time.time()}\\n")
                 steps.flush()
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 open(f"{place}/digest-{dist.get_rank()}", "w").write(hashlib.sha256(weights).hexdigest())
 """
-
-
-class Step(NamedTuple):
-    """A step that a rank has committed."""
-
-    number: int
-    at_s: float
-
-
-def steps_of(place: Path, rank: int) -> list[Step]:
-    """Return the steps that a rank has committed so far."""
-    path = place / f"steps-{rank}"
-    lines = path.read_text().splitlines() if path.exists() else []
-    pairs = [line.split() for line in lines if len(line.split()) == 2]
-    return [Step(int(number), float(at_s)) for number, at_s in pairs]
+)
 
 
 def next_at_full_size_s(job: RayJob, place: Path, after: int) -> float | None:
@@ -95,7 +70,7 @@ def next_at_full_size_s(job: RayJob, place: Path, after: int) -> float | None:
     if job.process.poll() is not None:
         raise InternalError(f"the job has ended:\n{job.output[-2000:]}")
     found = [
-        next((step.at_s for step in steps_of(place, rank) if step.number > after), None)
+        next((step.at_s for step in logged_steps(place, rank) if step.number > after), None)
         for rank in range(RANKS)
     ]
     return None if None in found else max(at_s for at_s in found if at_s is not None)
@@ -112,7 +87,7 @@ def one_round(cluster: RayNodes, job: RayJob, place: Path, victim: int, *, spare
         cluster.add()
         begun_s = time.time()
     job.wait_event(0, "recovered", recovered + 1)
-    after = max(step.number for step in steps_of(place, 0) if step.at_s < begun_s)
+    after = max(step.number for step in logged_steps(place, 0) if step.at_s < begun_s)
     until("a step at full size", lambda: next_at_full_size_s(job, place, after) is not None, 120)
     if spare:
         cluster.add()
@@ -130,7 +105,7 @@ def checked(place: Path) -> str:
     if len(digests) != 1:
         raise InternalError(f"the ranks end with different weights: {digests}")
     for rank in range(RANKS):
-        numbers = [step.number for step in steps_of(place, rank)]
+        numbers = [step.number for step in logged_steps(place, rank)]
         if numbers != sorted(set(numbers)):
             raise InternalError(f"rank {rank} has done a step twice")
     return f"the weights of all ranks are equal ({digests.pop()[:12]}), no step was done twice"

@@ -36,29 +36,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rounds import quantile
+from step_log import SETUP, Step, logged_steps
 
 from holdfast.exit_codes import Exit
 from holdfast.store.manage.checkpoint_root import Root
 from tests.cli.command import HOLDFAST
 from tests.schedulers.cluster import Cluster, cluster, why_not
 
-TRAIN = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-import holdfast
-from torch.nn.parallel import DistributedDataParallel
-
-pause_s, place = float(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-torch.manual_seed(7)
-model = DistributedDataParallel(torch.nn.Linear(16, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-data = torch.utils.data.TensorDataset(torch.arange(65536.0).reshape(-1, 16).sin())
-loader = torch.utils.data.DataLoader(data, 8, sampler=torch.utils.data.DistributedSampler(data, seed=7))
-start = os.environ.get("SLURM_RESTART_COUNT", "0")
-with holdfast.session(model=model, optimizer=optimizer, seed=7, checkpoint=place + "/checkpoints") as s:
+TRAIN = (
+    SETUP
+    + """with holdfast.session(model=model, optimizer=optimizer, seed=7, checkpoint=place + "/checkpoints") as s:
     with open(f"{place}/steps-{dist.get_rank()}", "a") as steps:
         for step in s.steps(loader, until=1_000_000):
             with step as batch:
@@ -70,6 +57,7 @@ with holdfast.session(model=model, optimizer=optimizer, seed=7, checkpoint=place
                 steps.write(f"{start} {s.step} {time.time()}\\n")
                 steps.flush()
 """
+)
 BATCH = """#!/bin/bash
 start="${{SLURM_RESTART_COUNT:-0}}"
 scontrol show job --oneliner "$SLURM_JOB_ID" > {place}/job-"$start"
@@ -85,14 +73,6 @@ LIMIT_S = 60
 PAUSES_S = (0.05, 3.0)  # length of a step without its work: a step may be longer than the time of the save
 LOOK_S = 1.0
 EACH_S = 300.0  # so long after the limit a job without a result has missed
-
-
-class Step(NamedTuple):
-    """A step that a rank has committed."""
-
-    start: int
-    number: int
-    at_s: float
 
 
 class Result(NamedTuple):
@@ -138,8 +118,7 @@ class Job:
 
     def steps(self, rank: int) -> list[Step]:
         """Return the steps that a rank has committed so far."""
-        lines = [line.split() for line in self.read(f"steps-{rank}").split("\n")[:-1]]
-        return [Step(int(start), int(number), float(at_s)) for start, number, at_s in lines]
+        return logged_steps(self.place, rank)
 
     @property
     def limit_s(self) -> float:

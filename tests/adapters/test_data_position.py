@@ -120,7 +120,7 @@ class Negated(DataLoader[Any]):
 
 
 class Generated(DataLoader[Any]):
-    """A loader with an iterator of its own, as the ``DataLoaderX`` of many scripts."""
+    """A loader whose class defines ``__iter__``, as the ``DataLoaderX`` of many scripts does."""
 
     def __iter__(self) -> Any:
         yield from super().__iter__()

@@ -1,4 +1,4 @@
-"""Semi-supervised training in the style of FixMatch: two loaders of different length, each with passes of its own."""
+"""Semi-supervised training as in FixMatch: two loaders of different length, whose passes are counted apart."""
 
 from __future__ import annotations
 

@@ -725,7 +725,7 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 
 
 def changes_iterator(loader: DataLoader[Any]) -> bool:
-    """Return True if the loader's class makes an iterator of its own from that of ``DataLoader``.
+    """Return True if the loader's class overrides the method of ``DataLoader`` that makes its iterator.
 
     accelerate's classes are no subclasses of ``DataLoader``, although ``isinstance`` says so.
     """

@@ -1,7 +1,7 @@
 """Batches of several loaders in each step, such as labeled and unlabeled data.
 
 Theory. The first loader determines the epochs: an epoch ends with its last batch. Each further loader begins again
-whenever it ends, with ``set_epoch`` of its own number of passes, and it continues where it is when the first loader
+whenever it ends, and gets ``set_epoch`` with the number of its passes. It continues where it is when the first loader
 begins an epoch. So after a number of steps, each further loader has drawn that number of batches. If only an epoch of
 the first loader is known (a checkpoint of a job with one loader), the positions of all loaders follow from their
 lengths.
