@@ -6,7 +6,6 @@ A broken invariant raises :class:`Violation` with the name of its check. The tes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -58,6 +57,7 @@ class Checks:
         self._read = 0
         self.updated: dict[tuple[Generation, int], set[int]] = {}
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
+        self._moved: list[SimWorker] = []  # workers whose state the present event has changed
         self.promised: int | None = None  # step at which the sessions of the present restart must open
         self._resumed: tuple[int, ResumeInPlace] | None = (
             None  # (number of the simulated event, order) of the last order to resume that was checked
@@ -73,6 +73,7 @@ class Checks:
         ``old`` and ``new`` are states of the step protocol.
         """
         machine = worker.machine
+        self._moved.append(worker)
         where = (machine.generation, machine.step)
         if new == "updating" and old != "updating":
             self.updated.setdefault(where, set()).add(worker.rank)
@@ -87,10 +88,19 @@ class Checks:
                 text = f"rank {worker.rank} discards step {where[1]}, ranks {sorted(others)} updated it"
                 raise Violation("one_fate_per_step", text)
 
-    def step_spread(self, workers: Iterable[SimWorker]) -> None:
+    def look_at_moved(self) -> None:
+        """Check the workers whose state the present event has changed, and the spread of steps if there are any."""
+        if not self._moved:
+            return
+        for worker in self._moved:
+            worker.machine.check()
+        self.step_spread()
+
+    def step_spread(self) -> None:
         """Check that no two ranks of one generation are inside updates of different steps."""
+        self._moved.clear()
         inside: dict[Generation, int] = {}
-        for worker in workers:
+        for worker in self.scene.seated.values():
             if worker.alive and worker.machine.state == "updating":
                 machine = worker.machine
                 step = inside.setdefault(machine.generation, machine.step)

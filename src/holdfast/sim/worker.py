@@ -265,6 +265,7 @@ class SimWorker(SimTraining):
         """Pass an event to the state machine of the worker, and execute the commands that it returns."""
         for command in self.worker.handle(self.world.clock(self.node_id), event):
             self._execute(command)
+        self.machine.check()
 
     def _execute(self, command: Command) -> None:
         match command:

@@ -21,6 +21,7 @@ class DrivenMachine(Protocol):
 
     def start(self, now: float) -> list[Command]: ...
     def handle(self, now: float, event: Message) -> list[Command]: ...
+    def check(self) -> None: ...
 
 
 class DriverScene(Protocol):
@@ -99,6 +100,7 @@ class SimDriver:
 
     def _step(self, now: float, event: Message | None) -> None:
         commands = self._machine.start(now) if event is None else self._machine.handle(now, event)
+        self._machine.check()
         records = [command for command in commands if isinstance(command, LogRecord)]
         for record in records:
             self.journal(record)
