@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -14,10 +15,11 @@ from holdfast.core.ids import NodeId
 from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.meeting import Meeting
 from holdfast.core.protocol.messages import ControllerHere, Message, Mirror, MirrorFrom
+from holdfast.core.protocol.peer_messages import PeerMessage, RequestVote, VoteReply, VoterSet
 from holdfast.event_log import EventLog
 from holdfast.exit_codes import Exit
 from holdfast.runtime.agent import leader_election
-from holdfast.runtime.agent.agent_events import ElectionEvent, NotJoined
+from holdfast.runtime.agent.agent_events import ElectionEvent, FromPeer, NotJoined
 from holdfast.runtime.agent.leader_election import LeaderElection
 from holdfast.runtime.controller.controllerd import ControllerLog
 from holdfast.runtime.node.event_log_writer import EventLogWriter
@@ -55,6 +57,7 @@ class MetPeers:
 
     def __init__(self, *given: object, **more: object) -> None:
         self.job = ""
+        self.sent: list[tuple[NodeId, PeerMessage]] = []
         self.here = [NodeId("node1"), NodeId("node0")]
         self.meeting = Meeting("", 2, 2, 0.0)
         self.meeting.told(NodeId("node0"), "job1", "")
@@ -69,19 +72,30 @@ class MetPeers:
     def begin(self) -> None:
         """As the real one."""
 
+    def join(self, job: str) -> None:
+        """Belong to a job."""
+        self.job = job
+
+    def send(self, node_id: NodeId, message: PeerMessage) -> None:
+        """To another agent."""
+        self.sent.append((node_id, message))
+
     async def end(self) -> None:
         """As the real one."""
 
 
 def election_of(
-    run: Run, post: Callable[[ElectionEvent], None], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    post: Callable[[ElectionEvent], None],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: HardState | None = None,
 ) -> LeaderElection:
     """Of an agent that starts; inside an event loop."""
     monkeypatch.setattr(leader_election, "ControllerLink", FakeLink)
     monkeypatch.setattr(leader_election, "Peers", MetPeers)
     journal = EventLog.open(run.dir.journal, "agent node1")
     mirror = EventLogWriter(EventLog.open(run.dir.journal, "controller"))
-    return LeaderElection(run.dir, SETTINGS, HardState(), journal, mirror, post)
+    return LeaderElection(run.dir, SETTINGS, kept or HardState(), journal, mirror, post)
 
 
 def test_lines_that_a_controller_of_this_node_wrote_are_not_mirrored_again(
@@ -109,6 +123,31 @@ def test_lines_that_a_controller_of_this_node_wrote_are_not_mirrored_again(
     sent = asyncio.run(lead_then_follow())
     places = [(m.term, m.number) for m in sent if isinstance(m, MirrorFrom)]
     assert places == [(1, 3), (2, 1)]
+
+
+@pytest.mark.parametrize("ask_log, granted", [((2, 1), False), ((2, 3), True)])
+def test_a_vote_is_refused_to_a_log_that_lacks_the_lines_mirrored_since_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask_log: tuple[int, int], granted: bool
+) -> None:
+    """The connection to the leader came back, and lines were mirrored. The election knew the older place only."""
+    voters = VoterSet(1, 1, (NodeId("node0"), NodeId("node1"), NodeId("node2")))
+    ask = RequestVote(candidate=NodeId("node2"), term=3, electorate=voters, trial=False, log=ask_log)
+
+    async def vote() -> list[tuple[NodeId, PeerMessage]]:
+        kept = HardState(term=2, voted_for="node0", electorate=voters, committed=True)
+        election = election_of(Run(tmp_path), lambda event: None, monkeypatch, kept)
+        election.begin()
+        peers, link = cast("MetPeers", election.peers), election._link
+        assert isinstance(link, FakeLink)
+        for number in (1, 2, 3):
+            line = msgspec.json.encode({"line": f"2.{number}"})
+            link.post(Mirror(term=2, number=number, kind="planned", data=line))
+        election._take(FromPeer(NodeId("node2"), ask))
+        await election.end()
+        return peers.sent
+
+    replies = [message for node_id, message in asyncio.run(vote()) if node_id == "node2"]
+    assert [reply.granted for reply in replies if isinstance(reply, VoteReply)] == [granted]
 
 
 def test_an_agent_that_joins_a_job_without_a_leader_ends(

@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -117,11 +118,15 @@ def run_one_on_hosts(seed: int, coverage: Coverage) -> str:
 
 
 def run(first_seed: int, runs: int) -> Found:
-    """Simulate ``runs`` seeds from ``first_seed`` on."""
+    """Simulate ``runs`` seeds from ``first_seed`` on. An exception in a run is reported as a breach."""
     lines, coverage = list[str](), Coverage()
     for seed in range(first_seed, first_seed + runs):
         one = run_one if seed % HOSTS_EVERY else run_one_on_hosts
-        if line := one(seed, coverage):
+        try:
+            line = one(seed, coverage)
+        except Exception:  # of a state machine, or of the simulator; the other seeds are still run
+            line = f"ERROR seed {seed}:\n{traceback.format_exc()}"
+        if line:
             lines.append(line)
     return Found(lines, coverage)
 

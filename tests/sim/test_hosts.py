@@ -228,4 +228,4 @@ def test_electing_a_host_that_has_lost_the_log(monkeypatch: pytest.MonkeyPatch) 
             return [] if isinstance(event, LogHeld) else super().handle(now, event)
 
     monkeypatch.setattr(HostsWorld, "election_type", Mutant)
-    assert caught(cases) == "no_step_is_lost_unjudged"
+    assert caught(cases) == "no_vote_for_an_older_log"

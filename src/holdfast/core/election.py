@@ -8,7 +8,8 @@ the real vote. So an agent with a broken cable does not depose a leader that all
 
 A leader decides from the event log of its node. A host that lost power, or was installed again, may come back with an
 older log or none. A controller on that host would treat the job as a new one, and end the processes that hold the state
-of the job. So a voter refuses a candidate whose log ends before the log of the voter.
+of the job. So a voter refuses a candidate whose log ends before the log of the voter. ``LogHeld`` comes before each
+request for a vote that the voter may grant, because lines are written while no election takes place.
 
 A host that was installed again has also lost its votes. Such a voter knows no electorate, and reports that with its
 vote: the vote is *blank*, and does not count. Two majorities share a voter, and this voter has to remember its votes.

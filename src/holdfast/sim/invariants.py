@@ -253,8 +253,9 @@ class Checks:
             self.promised = int(str(record.data["memory_step"]))
         if action in ("restart_checkpoint", "restart_fresh") and step:
             holders = {w.rank for _, w in self.scene.seated.items() if w.alive and self._can_reach(w, step)}
-            # The controller and the agents keep the layouts. If both died, and a rank dies before it publishes its own
-            # layout again, that layout is missing. The verdict names it, and the newest checkpoint is used.
+            # The controller and the agents keep the layouts. If both died, or an agent died before the layout reached
+            # the controller, and a rank dies before it publishes its own layout again, that layout is missing. The
+            # verdict names it, and the newest checkpoint is used.
             excused = (
                 "layout" in f"{record.data['reason']} {record.data['evidence']}"
                 and len(self.scene.memory_losses) > 1

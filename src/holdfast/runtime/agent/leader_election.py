@@ -43,6 +43,7 @@ from holdfast.core.protocol.peer_messages import (
     PeerHere,
     PeerMessage,
     PersistHardState,
+    RequestVote,
     StartController,
     StepDown,
     WitnessReply,
@@ -277,6 +278,8 @@ class LeaderElection:
                     self._post(KvReceived(node_id, message))
                 elif job := self._job_of_others():  # dropped otherwise; its sender repeats it
                     self._heard_job = job
+                    if isinstance(message, RequestVote) and self._election.role != "leader":
+                        self._look_at_log()  # lines were written since the election has heard of the log
                     self._driver.post(message)
             case PeerHere():
                 self._driver.post(event)

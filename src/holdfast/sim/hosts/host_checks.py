@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from holdfast.core.decide.decision import committed_floor
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.job.log_replay import LinePlace, ReplayedState
 from holdfast.core.protocol.messages import (
     ExitOrder,
     KillMember,
@@ -25,7 +25,7 @@ from holdfast.core.protocol.messages import (
     Send,
     Settle,
 )
-from holdfast.core.protocol.peer_messages import VoteReply
+from holdfast.core.protocol.peer_messages import RequestVote, VoteReply
 from holdfast.sim.invariants import CheckedScene, Checks, Violation
 from holdfast.sim.sim_memory_tier import Memory
 from holdfast.sim.sim_store import SimStore
@@ -110,9 +110,9 @@ class JudgedView:
 
     @property
     def memory_losses(self) -> set[str]:
-        """The parts of the job whose data in memory was lost: ``agent``, ``controller``, ``node`` or ``page``.
+        """The parts of the job whose data was lost: ``agent``, ``controller``, ``node``, ``page`` or ``message``.
 
-        ``page`` means a status page.
+        ``page`` means a status page, ``message`` a message that was on its way to the controller when its agent died.
         """
         return self._scene.memory_losses
 
@@ -159,6 +159,8 @@ class HostChecks(Checks):
         self._acted_s: dict[MemberId, float] = {}
         self._leaders: dict[int, NodeId] = {}
         self._votes: dict[tuple[NodeId, int], str] = {}
+        # By candidate and term: the newest line of the candidate's event log, as its request for votes names it
+        self._asks: dict[tuple[NodeId, int], LinePlace] = {}
 
     def decided(self, process: DecidingProcess, record: LogRecord) -> None:
         """Check the invariants after a controller has written a record to its event log."""
@@ -178,9 +180,11 @@ class HostChecks(Checks):
         """Check that a controller may write a record of this kind.
 
         A decision about the whole job needs a majority. An exit needs the request of a user. Before the start of the
-        first rank it needs no majority: nothing is trained, and a user may leave while hosts are missing.
+        first rank it needs no majority: nothing is trained, and a user may leave while hosts are missing. A recovery
+        also ends, with ``resumed``, when all ranks have finished and ended: then nothing is trained either.
         """
-        if process.alone and kind in TRAINS:
+        trains = kind in TRAINS and (kind != "resumed" or any(w.alive for w in self.scene.seated.values()))
+        if process.alone and trains:
             raise Violation("a_minority_only_saves", f"{process.host} is alone and writes {kind}")
         if kind in EXITS and not self.exit_asked:
             raise Violation("an_exit_is_asked_for", f"{process.host} writes {kind}, no user has asked")
@@ -261,14 +265,22 @@ class HostChecks(Checks):
         if self._leaders.setdefault(term, node_id) != node_id:
             raise Violation("one_leader_per_term", f"{self._leaders[term]} and {node_id} lead in term {term}")
 
-    def voted(self, node_id: NodeId, command: Send) -> None:
-        """When an election sends a message, check that a node grants at most one vote in a term.
+    def voted(self, node_id: NodeId, command: Send, log: LinePlace) -> None:
+        """When an election sends a message, check that a node votes once in a term, and for no older log than its own.
+
+        ``log`` is (term, number) of the newest line in the event log of the node.
 
         A host that was installed again may vote a second time in a term. Its message then marks the vote as ``blank``,
         and this check skips it. The check ``one_leader_per_term`` finds a second leader that results from it.
         """
         reply = command.message
+        if isinstance(reply, RequestVote):
+            self._asks[node_id, reply.term] = reply.log
         if isinstance(reply, VoteReply) and reply.granted and not (reply.trial or reply.blank):
+            theirs = self._asks.get((NodeId(command.to.removeprefix("node:")), reply.term), log)
+            if theirs < log:
+                text = f"{node_id} with the log {log} grants term {reply.term} to {command.to} with {theirs}"
+                raise Violation("no_vote_for_an_older_log", text)
             first = self._votes.setdefault((node_id, reply.term), command.to)
             if first != command.to:
                 text = f"{node_id} grants term {reply.term} to {first} and {command.to}"

@@ -325,7 +325,7 @@ class HostsWorld(World):
         if not agent.alive:
             return
         agent.alive = False
-        self.memory_losses.add("agent")
+        self.memory_losses |= {"agent", "message"} if self.network.was_slow else {"agent"}
         self.spares.agent_died(node_id)
         if host.council is not None:
             host.council.end()
@@ -448,7 +448,7 @@ class HostsWorld(World):
 
     def election_sends(self, node_id: NodeId, command: Send) -> None:
         """Check the invariants when the election on a node sends a message."""
-        self.checks.voted(node_id, command)
+        self.checks.voted(node_id, command, self.hosts[node_id].disk.last_place)
 
     def claim(self, node_id: NodeId, claim: Claim, answer: Callable[[WitnessReply], None]) -> None:
         """Send a claim to the witness on behalf of an agent.

@@ -38,6 +38,7 @@ from holdfast.core.protocol.peer_messages import (
     PeerHere,
     PeerList,
     PersistHardState,
+    RequestVote,
     StartController,
     StepDown,
     WitnessReply,
@@ -203,6 +204,8 @@ class SimCouncil:
     def _heard(self, other: NodeId, message: Message) -> None:
         if self.over:
             return
+        if isinstance(message, RequestVote) and self.election.role != "leader":
+            self._look_at_log()
         if not isinstance(message, PeerList):
             self._driver.post(message)
         elif self.meeting.told(other, message.job, message.near):
