@@ -17,7 +17,7 @@ from holdfast.runtime.node.status_page import committed_step, each_page
 from holdfast.runtime.rank_table.table import make
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network
-from tests.runtime.runs import LOOP, exists, until, without_torch
+from tests.runtime.runs import LOOP, exists, kill_at_once, until, without_torch
 
 BOUND_S = 180.0
 
@@ -174,9 +174,4 @@ class Hosts:
     def kill(self, index: int) -> None:
         """Simulate a power loss of a host: all its processes are stopped first, so none sees another die."""
         while pids := [pid for pid in self.pids(index) if exists(pid)]:
-            for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in pids:
-                    try:
-                        os.kill(pid, number)
-                    except ProcessLookupError:
-                        continue
+            kill_at_once(pids)

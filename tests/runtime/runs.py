@@ -7,8 +7,8 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ def no_descriptor() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def kill_at_once(pids: Collection[int]) -> None:
+    """Kill processes as a loss of power does: all of them stop first, so that none acts on the end of another."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def exists(pid: int) -> bool:

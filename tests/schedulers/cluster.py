@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cli.command import HOLDFAST, clean_environment
-from tests.runtime.runs import until
+from tests.runtime.runs import kill_at_once, until
 from tests.store.s3server import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
@@ -155,11 +154,7 @@ class Cluster:
                     found |= {int(entry.name), *_stepds(entry)}
             except OSError:
                 continue  # the process has ended
-        for pid in found:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_at_once(found)
 
     def stop(self) -> None:
         """End all jobs and programs."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from holdfast.integrations.ray.keeper import KeptPlace
 from holdfast.runtime.node.run_processes import processes, sweep
 from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import clean_environment
-from tests.runtime.runs import until
+from tests.runtime.runs import kill_at_once, until
 from tests.store.s3server import free_port
 
 BOUND_S = 240.0
@@ -50,13 +48,6 @@ def family_of(pid: int) -> set[int]:
     return found
 
 
-def kill(pids: set[int]) -> None:
-    """Kill all these processes at once."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 class RayNodes:
     """A cluster. ``nodes`` are those that may hold a node of a job."""
 
@@ -80,7 +71,7 @@ class RayNodes:
         node = next(each for each in self.nodes if each.node_id == ray_node)
         self.nodes.remove(node)
         (raylet,) = (each.process.pid for each in node.all_processes["raylet"])
-        kill({raylet, *pids_with(f"RAY_RAYLET_PID={raylet}")})
+        kill_at_once({raylet, *pids_with(f"RAY_RAYLET_PID={raylet}")})
         self.cluster.remove_node(node, allow_graceful=False)
 
     def stop(self) -> None:
@@ -123,7 +114,7 @@ class SubmittedJob:
         place, found = self.place(number), set(pids)
         if place.path.exists() and place.kept:
             found |= family_of(int((place.path / "keeper").read_text()))
-        kill({*found, *processes(self.run(number))})
+        kill_at_once({*found, *processes(self.run(number))})
         sweep(self.run(number))
 
     def run(self, number: int) -> RunDir:
