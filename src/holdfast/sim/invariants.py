@@ -11,10 +11,18 @@ from typing import Protocol
 import msgspec
 
 from holdfast.core.decide.decision import RankReport, committed_floor
-from holdfast.core.ids import EVERYBODY, Generation, LayoutVersion, SaveId
+from holdfast.core.ids import EVERYBODY, Generation, LayoutVersion, MemberId, SaveId
 from holdfast.core.job.spares import is_spare
 from holdfast.core.protocol.layout_messages import Layouts
-from holdfast.core.protocol.messages import AgentHello, LogRecord, Message, RankState, ResumeInPlace, Settle
+from holdfast.core.protocol.messages import (
+    AgentHello,
+    LayoutPublished,
+    LogRecord,
+    Message,
+    RankState,
+    ResumeInPlace,
+    Settle,
+)
 from holdfast.sim.sim_memory_tier import Memory
 from holdfast.sim.sim_store import SimSave, SimStore
 from holdfast.sim.worker import SimWorker
@@ -57,6 +65,7 @@ class Checks:
         self._read = 0
         self.updated: dict[tuple[Generation, int], set[int]] = {}
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
+        self._published: set[MemberId] = set()  # processes whose layout a controller has received
         self._moved: list[SimWorker] = []  # workers whose state the present event has changed
         self.promised: int | None = None  # step at which the sessions of the present restart must open
         self._resumed: tuple[int, ResumeInPlace] | None = (
@@ -175,6 +184,11 @@ class Checks:
         if any(is_spare(member_id) for member_id in named):
             raise Violation("a_spare_is_nobody", f"{type(message).__name__} of {named}")
 
+    def hears(self, message: Message) -> None:
+        """Record the process of which a controller has received a layout."""
+        if isinstance(message, LayoutPublished):
+            self._published.add(message.member_id)
+
     def sending(self, settle: Settle) -> None:
         """When the controller sends a decision, check that this decision is already in the journal."""
         text = str(settle.generation)
@@ -253,12 +267,12 @@ class Checks:
             self.promised = int(str(record.data["memory_step"]))
         if action in ("restart_checkpoint", "restart_fresh") and step:
             holders = {w.rank for _, w in self.scene.seated.items() if w.alive and self._can_reach(w, step)}
-            # The controller and the agents keep the layouts. If both died, or an agent died before the layout reached
-            # the controller, and a rank dies before it publishes its own layout again, that layout is missing. The
-            # verdict names it, and the newest checkpoint is used.
-            excused = (
-                "layout" in f"{record.data['reason']} {record.data['evidence']}"
-                and len(self.scene.memory_losses) > 1
+            # The controller and the agents keep the layouts. If both died, or no controller has received the layout
+            # yet, and a rank dies before it publishes its own layout again, that layout is missing. The verdict names
+            # it, and the newest checkpoint is used.
+            unheard = {w.member_id for w in self.scene.seated.values() if not w.alive} - self._published
+            excused = "layout" in f"{record.data['reason']} {record.data['evidence']}" and (
+                len(self.scene.memory_losses) > 1 or bool(unheard)
             )
             excused = excused or self.scene.save_errors > 0 or self.distrusted
             excused = excused or self.scene.store.newest_step("") >= int(str(step))

@@ -247,6 +247,7 @@ class World:
     def _feed_controller(self, event: Message) -> None:
         if self._controller is not None:
             controller = self._controller
+            self.checks.hears(event)
             self.execute_controller(controller.handle(self.now, event))
             if self.world_size <= RANKS_CHECKED_ALWAYS:
                 controller.check()

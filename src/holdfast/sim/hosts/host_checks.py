@@ -110,9 +110,9 @@ class JudgedView:
 
     @property
     def memory_losses(self) -> set[str]:
-        """The parts of the job whose data was lost: ``agent``, ``controller``, ``node``, ``page`` or ``message``.
+        """The parts of the job whose data in memory was lost: ``agent``, ``controller``, ``node`` or ``page``.
 
-        ``page`` means a status page, ``message`` a message that was on its way to the controller when its agent died.
+        ``page`` means a status page.
         """
         return self._scene.memory_losses
 

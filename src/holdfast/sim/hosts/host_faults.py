@@ -125,7 +125,7 @@ class HostInjector:
             case "flap":
                 self._flap(_both(node, rest), fault.duration_s)
             case "slow_network":
-                world.network.slow(SLOW_S)
+                world.network.slow_s = SLOW_S
                 world.later(fault.duration_s, "fast again", self._fast)
             case "pause_host":
                 world.pause(node, fault.duration_s)
@@ -144,7 +144,7 @@ class HostInjector:
                 self._mend(node, fault.duration_s)
 
     def _fast(self) -> None:
-        self._world.network.slow(0.0)
+        self._world.network.slow_s = 0.0
 
     def _mend(self, node: NodeId, after_s: float) -> None:
         self._world.later(after_s, "disk mended", partial(self._world.set_disk, node, slow_s=0.0, full=False))

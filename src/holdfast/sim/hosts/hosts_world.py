@@ -325,7 +325,7 @@ class HostsWorld(World):
         if not agent.alive:
             return
         agent.alive = False
-        self.memory_losses |= {"agent", "message"} if self.network.was_slow else {"agent"}
+        self.memory_losses.add("agent")
         self.spares.agent_died(node_id)
         if host.council is not None:
             host.council.end()
@@ -422,6 +422,10 @@ class HostsWorld(World):
             }  # a layout that reached no controller is also lost
         self.checks.decided(process, record)
         self._faults.moved()
+
+    def hears(self, message: Message) -> None:
+        """Record a message that a controller has received from an agent."""
+        self.checks.hears(message)
 
     def sends(self, process: ControllerProcess, message: Message) -> None:
         """Check the invariants when a controller sends an order."""

@@ -160,15 +160,10 @@ class Network:
     def __init__(self, scene: NetworkScene) -> None:
         self.scene = scene
         self.slow_s = 0.0  # the largest delay that is added to a message
-        self.was_slow = False  # messages of before may still be on their way
         self._blocked: dict[tuple[NodeId, NodeId], int] = {}
         self._since_s: dict[tuple[NodeId, NodeId], float] = {}  # blocked direction -> start of the block
         self._vanished_s: dict[NodeId, float] = {}
         self._connections: list[Connection] = []
-
-    def slow(self, delay_s: float) -> None:
-        """Add up to ``delay_s`` virtual seconds to the delay of each message that is sent from now on."""
-        self.slow_s, self.was_slow = delay_s, True
 
     def delay_s(self) -> float:
         """Draw the delay of one message, in seconds."""
