@@ -101,6 +101,15 @@ def test_all_raise_while_the_controller_is_replaced() -> None:
     assert second.record("verdict")["action"] == "restart_fresh" and second.sent(StartMembers)
 
 
+def test_no_rank_is_replaced_beside_a_rank_that_answers_that_it_has_finished() -> None:
+    """The report of the finished rank came after its answer: the replacement waited for a rank that votes no more."""
+    job = live(2)
+    job.exit(1, "ready")
+    job.settle(0, "finished", 5)
+    assert job.record("verdict")["action"] == "restart_last_gasp"
+    assert "replace: rank 0 is not inside its loop" in job.record("verdict")["refused"]
+
+
 def test_who_has_ended_after_training_is_no_fault_for_a_successor() -> None:
     job = live(2)
     for rank in range(2):

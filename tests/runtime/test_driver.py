@@ -153,6 +153,49 @@ def test_timers_replace_each_other_and_are_cancelled(tmp_path: Path) -> None:
     assert machine.events == [Tick(name="a")]
 
 
+@pytest.mark.parametrize("again", [SetTimer(name="a", delay_s=30.0), CancelTimer(name="a")])
+@pytest.mark.parametrize("fires_first", [False, True])
+def test_a_timer_gives_no_tick_after_the_machine_has_set_it_again_or_cancelled_it(
+    tmp_path: Path, again: Command, fires_first: bool
+) -> None:
+    """The old timer fires while the journal is synced, or while its tick waits behind the event that sets it again.
+
+    The new limit of a controller ended with the tick of the old one, and a rank that had no order yet was killed.
+    """
+    synced = threading.Event()
+    wait = LogRecord(kind="wait", data={})
+    rank = LogRecord(kind="rank", data={})
+    machine = Script([SetTimer(name="a", delay_s=0.02)], [wait, FINISH], [rank, FINISH, again], [])
+
+    def flush() -> None:
+        synced.wait(10)
+
+    async def main() -> None:
+        log = EventLog.open(tmp_path / "events.jsonl", "test")
+        acted: asyncio.Queue[Command] = asyncio.Queue()
+        driver = Driver(machine, log, acted.put_nowait, flush)
+        driver.start()
+        driver.post(BEAT)  # the journal is synced now
+        if fires_first:
+            driver.post(BEAT)
+            await asyncio.sleep(0.1)  # the tick waits behind the event
+        else:
+            synced.set()
+            await acted.get()
+            synced.clear()
+            driver.post(BEAT)
+            await asyncio.sleep(0.1)  # the old time is over during this sync
+        synced.set()
+        for _ in range(2 if fires_first else 1):
+            await acted.get()
+        driver.post(BEAT)
+        driver.close()
+        log.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert machine.events == [BEAT, BEAT, BEAT]
+
+
 def test_an_event_posted_by_an_effect_comes_after_all_effects(tmp_path: Path) -> None:
     order: list[str] = []
     machine = Script([Finish(code=1, reason="one"), FINISH], [])

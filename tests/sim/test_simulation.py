@@ -47,6 +47,25 @@ def test_many_seeds_keep_every_invariant() -> None:
     assert sum(r.back for r in results) > 0, "no run had a decision that took ranks in doubt back"
 
 
+def test_a_rank_that_is_lost_while_another_one_has_finished_ends_the_run() -> None:
+    """The agent dies before it passes on the report of the finished rank (seed 20789233817 of a night)."""
+    faults = (
+        SimFault(kind="stop", at_s=1.7099573201468319, rank=1),
+        SimFault(kind="agent", at_s=1.789923034727733),
+        SimFault(kind="exit", at_s=1.8370946244436814, rank=1),
+    )
+    result = run_sim(2, 20789233817, faults, memory=2, shards=2)
+    assert (result.code, result.step) == (Exit.OK, 12)
+
+
+def test_a_rank_that_opens_after_its_answer_and_dies_proves_nothing() -> None:
+    """A restart from a checkpoint loses two more ranks while its sessions open (seed 20788219543 of a night)."""
+    kills = ((1.4789175697676389, 2), (1.5429771538686856, 5), (1.551542888847492, 3))
+    faults = tuple(SimFault(kind="kill", at_s=at_s, rank=rank) for at_s, rank in kills)
+    result = run_sim(6, 20788219543, faults, shards=6)
+    assert (result.code, result.step) == (Exit.OK, 12)
+
+
 @pytest.mark.parametrize(("seed", "memory"), [(807, 0), (1023, 0), (59, 2), (77, 2), (83, 2)])
 def test_flips_that_nothing_can_tell_are_no_breach(seed: int, memory: int) -> None:
     """The last other holder dies during the update that a flipped bit has made wrong.

@@ -103,11 +103,15 @@ class SimWorker(SimTraining):
     def told(self) -> RankReport:
         """Return the step and state of this rank, as the controller can know them.
 
-        They come from the rank's answer to the newest fence. Without an answer they come from its status page.
+        They come from the rank's answer to the newest fence. Without an answer they come from its status page. A rank
+        that opened its session after its answer, and has died since, counts as one without a session: the controller
+        may not know of the death yet.
         """
-        told = self._answers[-1] if self._answers else None
-        if self.alive and told is not None and told.generation == self.machine.fenced:
-            return RankReport(self.rank, told.state, told.step, True)
+        answers = [answer for answer in self._answers if answer.generation == self.machine.fenced]
+        if answers and self.alive:
+            return RankReport(self.rank, answers[-1].state, answers[-1].step, True)
+        if answers and answers[0].state == "starting":
+            return RankReport(self.rank, "starting", answers[0].step, False)
         return RankReport(self.rank, self.machine.state, self.machine.step, self.alive)
 
     def hello(self) -> None:

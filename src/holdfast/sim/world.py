@@ -405,7 +405,9 @@ class World:
 
         If it is 0, the delay is the random time that a fork takes.
         """
-        self.replaced = [*self.replaced, *(self.seated[m.rank] for m in order.members)] if order.join else []
+        # A rank has no former process if an order to run without it is known to one host only.
+        former = [self.seated[m.rank] for m in order.members if m.rank in self.seated]
+        self.replaced = [*self.replaced, *former] if order.join else []
         for seat in order.members:
             worker = self.worker_type(self, node_id, seat, order)
             self.workers[seat.member_id] = worker

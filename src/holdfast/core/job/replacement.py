@@ -55,7 +55,7 @@ class Replacement:
         living = job.roster.living
         if reason := self.barred(living):
             return reason
-        if not living or not decided.sound or any(m.finished for m in job.roster.members):
+        if not living or not decided.sound:
             return "not every living rank is at the step, inside its loop"
         dead = [m for m in job.roster.members if not m.alive]
         places = job.places(dead)

@@ -66,7 +66,7 @@ class Survey:
         """Return all facts that the ladder may use to choose a rung."""
         job = self.job
         members, room = job.roster.members, job.room()
-        finished = [m for m in members if m.finished is not None]
+        finished = self._finished(answers)
         no_holder = self._why_no_holder(decided.sources)
         not_beside = self._why_not_beside(decided, answers)
         return Situation(
@@ -133,9 +133,18 @@ class Survey:
         """
         if self.job.unequal:
             return self.job.unequal
-        if away := self._away(answers):
+        if away := self._away(answers) or self._finished(answers):
             return f"rank {min(away)} is not inside its loop"
         return self.replacement.why_not(decided)
+
+    def _finished(self, answers: Mapping[int, Settled]) -> list[int]:
+        """Return the ranks whose training is done.
+
+        The report of a rank (``Finished``) may come after its answer to the fence, for example from the agent that
+        follows a dead agent.
+        """
+        of = {answer.member_id for answer in answers.values() if answer.state == "finished"}
+        return [m.rank for m in self.job.roster.members if m.finished is not None or m.member_id in of]
 
     def _away(self, answers: Mapping[int, Settled]) -> list[int]:
         """Return the living ranks that have left their loop.

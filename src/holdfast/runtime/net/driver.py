@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.core.protocol.messages import CancelTimer, Command, LogRecord, Message, SetTimer, Tick
 from holdfast.errors import InternalError
@@ -45,12 +45,26 @@ class Machine(Protocol):
         ...
 
 
+class _Arrived(NamedTuple):
+    """An event that waits for the machine. The event None is the start.
+
+    ``setting`` is the number of times that the timer of a tick was set or cancelled when it was armed; 0: no timer.
+    """
+
+    now: float
+    event: Message | None
+    setting: int
+
+
 class Driver:
     """The driver of one state machine.
 
     All records of an event are in the journal before the first command of the event is executed. They are also on the
-    disk by then if the event has commands other than records and timers. If the machine or ``execute`` raises, the
-    future ``failure`` gets the exception. The process that owns the driver awaits ``failure``.
+    disk by then if the event has commands other than records and timers. A timer that the machine sets again or cancels
+    gives no tick from that moment, although its new time begins only after the sync.
+
+    If the machine or ``execute`` raises, the future ``failure`` gets the exception. The process that owns the driver
+    awaits ``failure``.
 
     Args:
         machine: the state machine.
@@ -73,9 +87,10 @@ class Driver:
         self._execute = execute
         self._sync = sync
         self._syncing: asyncio.Future[None] | None = None
-        self._events: deque[tuple[float, Message | None]] = deque()  # time of arrival; None: start
+        self._events: deque[_Arrived] = deque()
         self._busy = self._closed = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._settings: Counter[str] = Counter()  # how often each timer was set or cancelled
 
     def start(self) -> None:
         """Start the state machine. Call this before :meth:`post`."""
@@ -85,8 +100,8 @@ class Driver:
         """Handle ``event`` after the events already posted. Do nothing if the driver has failed or is closed."""
         self._run(event)
 
-    def _run(self, event: Message | None) -> None:
-        self._events.append((time.monotonic(), event))
+    def _run(self, event: Message | None, setting: int = 0) -> None:
+        self._events.append(_Arrived(time.monotonic(), event, setting))
         self._drain()
 
     def _drain(self) -> None:
@@ -95,7 +110,7 @@ class Driver:
         self._busy = True
         try:
             while self._events and self._syncing is None and not self.failure.done():
-                self._step(*self._events.popleft())
+                self._step(self._events.popleft())
         except Exception as error:  # any failure must end the daemon: half alive, it would block the job
             self.fail(error)
         finally:
@@ -130,8 +145,16 @@ class Driver:
         self._timers.clear()
         self._events.clear()
 
-    def _step(self, now: float, event: Message | None) -> None:
+    def _step(self, arrived: _Arrived) -> None:
+        now, event, setting = arrived
+        if isinstance(event, Tick) and setting not in (0, self._settings[event.name]):
+            return  # the machine has set or cancelled the timer since it fired
         commands = self.machine.start(now) if event is None else self.machine.handle(now, event)
+        for command in commands:
+            if isinstance(command, SetTimer | CancelTimer):
+                self._cancel_timer(
+                    command.name
+                )  # now, not after the sync: the machine has no use for the old one
         records = [command for command in commands if isinstance(command, LogRecord)]
         durable = any(not isinstance(command, LogRecord | SetTimer | CancelTimer) for command in commands)
         beside = durable and bool(records) and self._sync is not None
@@ -171,13 +194,14 @@ class Driver:
     def _set_timer(self, name: str, delay_s: float) -> None:
         self._cancel_timer(name)
         loop = asyncio.get_running_loop()
-        self._timers[name] = loop.call_later(delay_s, self._fire, name)
+        self._timers[name] = loop.call_later(delay_s, self._fire, name, self._settings[name])
 
     def _cancel_timer(self, name: str) -> None:
+        self._settings[name] += 1
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
 
-    def _fire(self, name: str) -> None:
+    def _fire(self, name: str, setting: int) -> None:
         self._timers.pop(name, None)
-        self.post(Tick(name=name))
+        self._run(Tick(name=name), setting)

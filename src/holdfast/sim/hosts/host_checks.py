@@ -181,10 +181,10 @@ class HostChecks(Checks):
 
         A decision about the whole job needs a majority. An exit needs the request of a user. Before the start of the
         first rank it needs no majority: nothing is trained, and a user may leave while hosts are missing. A recovery
-        also ends, with ``resumed``, when all ranks have finished and ended: then nothing is trained either.
+        also ends, with ``resumed``, when all ranks have finished: then nothing is trained either.
         """
-        trains = kind in TRAINS and (kind != "resumed" or any(w.alive for w in self.scene.seated.values()))
-        if process.alone and trains:
+        training = any(w.alive and w.machine.state != "finished" for w in self.scene.seated.values())
+        if process.alone and kind in TRAINS and (training or kind != "resumed"):
             raise Violation("a_minority_only_saves", f"{process.host} is alone and writes {kind}")
         if kind in EXITS and not self.exit_asked:
             raise Violation("an_exit_is_asked_for", f"{process.host} writes {kind}, no user has asked")

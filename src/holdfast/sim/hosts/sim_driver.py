@@ -63,7 +63,7 @@ class SimDriver:
         self._machine = machine
         self._execute = execute
         self._fail = fail
-        self._events: deque[tuple[float, Message | None]] = deque()
+        self._events: deque[tuple[float, Message | None, int]] = deque()
         self._busy = self._syncing = self._closed = False
         self._timers: dict[str, int] = {}
 
@@ -80,9 +80,9 @@ class SimDriver:
         self._closed = True
         self._events.clear()
 
-    def _take(self, event: Message | None) -> None:
+    def _take(self, event: Message | None, token: int = 0) -> None:
         if not self._closed:
-            self._events.append((self._scene.clock(self._host), event))
+            self._events.append((self._scene.clock(self._host), event, token))
             self._drain()
 
     def _drain(self) -> None:
@@ -98,8 +98,13 @@ class SimDriver:
         finally:
             self._busy = False
 
-    def _step(self, now: float, event: Message | None) -> None:
+    def _step(self, now: float, event: Message | None, token: int) -> None:
+        if isinstance(event, Tick) and token not in (0, self._timers.get(event.name)):
+            return  # the machine has set or cancelled the timer since it fired
         commands = self._machine.start(now) if event is None else self._machine.handle(now, event)
+        for command in commands:
+            if isinstance(command, SetTimer | CancelTimer):
+                self._timers[command.name] = self._timers.get(command.name, 0) + 1
         self._machine.check()
         records = [command for command in commands if isinstance(command, LogRecord)]
         for record in records:
@@ -133,14 +138,14 @@ class SimDriver:
             if self._closed:
                 return
             if isinstance(command, SetTimer):
-                token = self._timers[command.name] = self._timers.get(command.name, 0) + 1
+                token = self._timers[command.name] = self._timers[command.name] + 1
                 fire = partial(self._fire, command.name, token)
                 self._scene.later_on(self._host, command.delay_s, f"tick {self._name} {command.name}", fire)
             elif isinstance(command, CancelTimer):
-                self._timers[command.name] = self._timers.get(command.name, 0) + 1
+                self._timers[command.name] += 1
             elif not isinstance(command, LogRecord):
                 self._execute(command)
 
     def _fire(self, name: str, token: int) -> None:
         if self._timers.get(name) == token:
-            self.post(Tick(name=name))
+            self._take(Tick(name=name), token)
