@@ -413,6 +413,49 @@ def test_state_that_changes_behind_a_block_that_does_not_count_is_refused(behind
         script.train(script.pure, way)
 
 
+class Table(nn.Module):
+    """A table of positions outside of the ``state_dict`` that grows with the longest batch, as rotary embeddings do."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.scaled = scaled
+        self.weight = nn.Parameter(torch.ones(1))
+        self.longest = 0
+        self.make(2)
+
+    def make(self, length: int) -> None:
+        """Make the table for batches up to a length. ``scaled``: all entries depend on the length."""
+        positions = torch.arange(length, dtype=torch.float32)
+        self.longest = length
+        self.register_buffer("table", positions / length if self.scaled else positions, persistent=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if len(batch) > self.longest:
+            self.make(len(batch))
+        assert isinstance(self.table, Tensor)
+        return (self.weight * batch * self.table[: len(batch)]).sum()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_table_that_the_block_enlarges_is_no_change_if_its_first_part_stays(scaled: bool) -> None:
+    net = Table(scaled)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    batches = [torch.ones(length) for length in (4, 6, 3, 6)]
+    done = []
+    with (
+        pytest.raises(ImpureBlockError, match="buffer table changed") if scaled else nullcontext(),
+        holdfast.session(model=net, optimizer=optimizer, verify_block=1) as s,
+    ):
+        for step in s.steps(batches):
+            with step as batch:
+                net(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if step.committed:
+                done.append(step.number)
+    assert scaled or done == [0, 1, 2, 3]
+
+
 def test_the_count_of_a_schedule_is_named_before_those_of_meters() -> None:
     script, meter, other, third, last, schedule = Script(), Shards(), Shards(), Shards(), Shards(), Warmup()
     with (

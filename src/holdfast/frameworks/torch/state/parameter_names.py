@@ -20,15 +20,31 @@ FABRIC = "_FabricModule"
 
 
 class BufferSlot(NamedTuple):
-    """The module and attribute name that hold a buffer; user code may assign another tensor at any time."""
+    """The module and attribute name that hold a buffer; user code may assign another tensor at any time.
+
+    ``shape`` is the shape of the tensor at the time when the names were read.
+    """
 
     fqn: str
     module: nn.Module
     key: str
+    shape: torch.Size
 
     def get(self) -> torch.Tensor | None:
         """Return the tensor that the module holds now; None if it holds none."""
         return private_api.buffers_of(self.module).get(self.key)
+
+    def first_part(self) -> torch.Tensor | None:
+        """Return the tensor that the module holds now, cut to ``shape`` if it is a table that has grown.
+
+        Such a table is not in the ``state_dict``: a process makes it from its settings and its longest batch.
+        """
+        live = self.get()
+        if live is None or self.persistent or live.dim() != len(self.shape):
+            return live
+        if any(now < before for now, before in zip(live.shape, self.shape, strict=True)):
+            return live
+        return live[tuple(slice(length) for length in self.shape)]
 
     @property
     def persistent(self) -> bool:
@@ -118,7 +134,7 @@ def names_of(model: Models) -> Names:
                     parameters[path + key] = parameter
             for key, buffer in module._buffers.items():
                 if buffer is not None and _first(buffer, path + key, seen, aliases):
-                    buffers.append(BufferSlot(path + key, module, key))
+                    buffers.append(BufferSlot(path + key, module, key, buffer.shape))
     return Names(parameters, tuple(buffers), aliases, extra)
 
 

@@ -22,9 +22,12 @@ def found_by(state: TorchState) -> dict[str, int]:
     """Return digests of the optimizer settings, schedules, buffers and user state from which a block starts.
 
     Keys are descriptions of the values. A run without effect restores this state, so the next run must find the same
-    digests. Waits for the device.
+    digests. Of a table that grows with the longest batch, the part of its first size counts. Waits for the device.
     """
-    found = {**dict(_settings_in(state)), **dict(_buffers_in(state))}
+    found = dict(_settings_in(state))
+    for slot in state.names.buffers:
+        if (first := slot.first_part()) is not None:
+            found[f"buffer {slot.fqn}"] = digest_of_tensor(first)
     for name, scheduler in state.schedulers.items():
         found[f"scheduler {name!r}"] = digest_of_value(scheduler.state_dict())
     for name, item in state.plain_extras().items():
