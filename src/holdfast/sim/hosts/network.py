@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.messages import Message
@@ -75,51 +75,62 @@ class End:
             self.on_closed()
 
 
+class _InTransit(NamedTuple):
+    """A message with its number in the order of sending. The message None closes the end that receives it."""
+
+    number: int
+    message: Message | None
+
+
 class Connection:
     """A connection: two ends and the messages in flight. The message None closes the end that receives it."""
 
     def __init__(self, network: Network, hosts: tuple[NodeId, NodeId]) -> None:
         self.ends = (End(self, hosts[0], 0), End(self, hosts[1], 1))
         self._network = network
-        self._held: tuple[list[Message | None], list[Message | None]] = ([], [])
+        self._held: tuple[list[_InTransit], list[_InTransit]] = ([], [])
+        self._number = 0  # of the newest message, in both directions
         self._last_s = [0.0, 0.0]  # by number of the sending end: the latest planned arrival
         self._watched = [False, False]  # by number of the sending end: it waits for an acknowledgement
 
     def send(self, side: int, message: Message | None) -> None:
         """Send a message from the end with the number ``side`` (0 or 1). The message None closes the other end."""
+        self._number += 1
+        sent = _InTransit(self._number, message)
         if self._held[side]:
-            self._held[side].append(message)
+            self._held[side].append(sent)
             return
-        self._travel(side, message, self._network.delay_s())
+        self._travel(side, sent, self._network.delay_s())
 
     def retry(self) -> None:
         """If a blocked direction works again, send the messages that were held back in that direction, in order."""
         for side in (0, 1):
             if self._held[side] and self._network.carries(self.ends[side].host, self.ends[1 - side].host):
-                waiting = list(self._held[side])
+                # A message that was on its way when the direction was blocked is held after newer ones.
+                waiting = sorted(self._held[side], key=lambda sent: sent.number)
                 self._held[side].clear()
                 wait_s = self._network.scene.jitter(0.0, RETRANSMIT_S)
-                for message in waiting:
-                    self._travel(side, message, wait_s)
+                for sent in waiting:
+                    self._travel(side, sent, wait_s)
 
     @property
     def is_over(self) -> bool:
         """True if both ends are closed."""
         return not (self.ends[0].open or self.ends[1].open)
 
-    def _travel(self, side: int, message: Message | None, delay_s: float) -> None:
+    def _travel(self, side: int, sent: _InTransit, delay_s: float) -> None:
         scene = self._network.scene
         at_s = self._last_s[side] = max(scene.now + delay_s, self._last_s[side] + 1e-6)
         target = self.ends[1 - side].host
-        label = "closed" if message is None else type(message).__name__
-        arrive = partial(self._arrive, side, message)
+        label = "closed" if sent.message is None else type(sent.message).__name__
+        arrive = partial(self._arrive, side, sent)
         scene.later(at_s - scene.now, f"{self.ends[side].host}>{target} {label}", arrive)
 
-    def _arrive(self, side: int, message: Message | None) -> None:
+    def _arrive(self, side: int, sent: _InTransit) -> None:
         sender, receiver = self.ends[side], self.ends[1 - side]
         network = self._network
         if self._held[side] or not network.carries(sender.host, receiver.host):
-            self._held[side].append(message)
+            self._held[side].append(sent)
             self._watch(side)
             return
         if not network.carries(receiver.host, sender.host):
@@ -128,7 +139,7 @@ class Connection:
             self._watch(side)
         elif receiver.open:
             # A paused host reads the message after the pause.
-            network.scene.later_on(receiver.host, 0.0, "read", partial(self._read, receiver, message))
+            network.scene.later_on(receiver.host, 0.0, "read", partial(self._read, receiver, sent.message))
         elif network.carries(receiver.host, sender.host):
             network.scene.later(network.delay_s(), "reset", sender.drop)
 
