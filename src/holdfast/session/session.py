@@ -183,13 +183,8 @@ class Session(ScriptLoops):
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
         self._blocks.variables.leave_out(self)  # Session.own
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
-        plan_ahead = self._verifier.slice  # the first plan takes long: no vote should wait for it
         self._entered = True
-        saver = self._saver
-        of_orders = saver.carry_out, saver.refuse, saver.holds_weights, saver.resumed
-        self._rank.connect(
-            ParticipantCalls(*of_orders, self._rewind, self._tier.steps, self._between.outside, plan_ahead)
-        )
+        self._rank.connect(self._calls())
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
             script_end.entered(self)
@@ -277,6 +272,21 @@ class Session(ScriptLoops):
         self._stand_at(found)
         self._votes.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
+
+    def _calls(self) -> ParticipantCalls:
+        """Return the functions of this session that its side of the step protocol calls."""
+        saver = self._saver
+        return ParticipantCalls(
+            carry_out=saver.carry_out,
+            refuse=saver.refuse,
+            trained=saver.holds_weights,
+            end_serving=saver.resumed,
+            rewind=self._rewind,
+            kept=self._tier.steps,
+            outside=self._between.outside,
+            loop=self._blocks.ends.place,
+            joined=self._verifier.slice,  # the first plan takes long: no vote should wait for it
+        )
 
     def _attach(self) -> None:
         """Install the hooks of the framework, once. A spare installs them before it is called."""

@@ -515,6 +515,7 @@ class Loops:
         step, opened = self._rank.step, self.place["loop"]
         again = opened == loop
         blocks.variables.enters_loop()
+        blocks.ends.opened(loop)
         self.loaded.opens_loop(step, again=again)
         blocks.inputs.enters_loop(step, again=again, follows=opened == loop - 1 and bool(self.walk.epoch))
         self._rank.moved(ScriptEvent.LOOP_OPENED)
@@ -592,7 +593,10 @@ class Loops:
         self, end: int | None, after_block: AfterBlock, blocks: StepRunner
     ) -> Generator[Step, None, None]:
         while True:
-            if after_block.exit_agreed or self._is_over(end) or not self._draw():
+            over = after_block.exit_agreed or self._is_over(end)
+            if over or not self._draw():
+                if not (over or self.walk.several or blocks.ends.meet(self._rank.step - self._bound[0])):
+                    continue
                 if self._rank.leave_loop():
                     return
                 continue  # a recovery came first: the job may have gone back into this loop
