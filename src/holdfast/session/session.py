@@ -58,6 +58,7 @@ from holdfast.session.loops.replica_state_check import ReplicaStateCheck
 from holdfast.session.loops.turns import Turns
 from holdfast.session.run_context import run_of
 from holdfast.session.settings import SessionSettings
+from holdfast.session.steps.loop_ends import LoopEnds
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.out_of_step_collectives import CollectiveGuard
 from holdfast.session.steps.participant import StepParticipant
@@ -177,7 +178,8 @@ class Session(ScriptLoops):
             watched=client is not None and not library,
         )  # fmt: skip
         self._pause = Pause(self._rank)
-        self._behind = AfterBlock(self._rank, self._pace, self._tier, self._saver, self._pause)
+        ends = LoopEnds(self._rank, self._adapter.world_size)
+        self._behind = AfterBlock(self._rank, self._pace, self._tier, self._saver, self._pause, ends)
         self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
@@ -284,7 +286,7 @@ class Session(ScriptLoops):
             rewind=self._rewind,
             kept=self._tier.steps,
             outside=self._between.outside,
-            loop=self._blocks.ends.place,
+            loop=self._behind.ends.place,
             joined=self._verifier.slice,  # the first plan takes long: no vote should wait for it
         )
 
@@ -592,6 +594,7 @@ class Session(ScriptLoops):
 
         The result is None if they are unchanged.
         """
+        self._behind.ends.compare()
         return self._loops.entered(step)
 
     def batch_of(self, copy: int) -> Any:

@@ -36,7 +36,7 @@ WORLD_SIZE_MAX = 1 << 22
 DIGEST_MODULUS = 1 << 64
 FIELDS = (
     *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved", "hold"),
-    *("replaces", "uneven", "ended", "step", "step_squared"),
+    *("replaces", "uneven", "step", "step_squared"),
     *("updating", "updates", "updates_squared", "updated_earlier", "earlier", "earlier_squared"),
     *("joins", "again", "mixed", "known", "variables", "variables_squared"),
     *("has_user_state", "user_state", "user_state_squared", "plan", "plan_squared", "digest"),
@@ -60,7 +60,6 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     hold: bool = False  # requests that all ranks stop after this step, for a change of seats
     replaces: bool = False  # its process has replaced a lost one
     uneven: bool = False  # it has seen a passed vote in which the ranks made different updates
-    ended: bool = False  # in a vote between two steps: its loop over steps has no more batch
     updates: int = (
         0  # identifies the optimizers that step before or directly after the vote, below STEP_MODULUS
     )
@@ -81,7 +80,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
         residue = (2 * self.step + self.between) % STEP_MODULUS
         flags = (
             *(self.unsound, self.exit, self.save, self.due, self.busy),
-            *(self.nonfinite, self.keep, self.moved, self.hold, self.replaces, self.uneven, self.ended),
+            *(self.nonfinite, self.keep, self.moved, self.hold, self.replaces, self.uneven),
         )
         digest = (self.digest + DIGEST_MODULUS // 2) % DIGEST_MODULUS - DIGEST_MODULUS // 2
         return [
@@ -129,7 +128,6 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     # All ranks publish their layouts under the name of this vote (``layout_agreement.py``).
     moved: bool = False
     hold: bool = False  # all ranks stop after this step
-    ended: bool = False  # see ``Ballot.ended``
     compared: bool = False  # all ranks compared their copies, and all are equal
     differ: bool = False  # copies of the state differ between ranks; then ``passed`` is False
     uneven: bool = False  # the ranks make different updates in this step, or made them in the step before
@@ -201,7 +199,6 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             keep=said["keep"] == world_size,
             moved=said["moved"] > 0,
             hold=said["hold"] > 0,
-            ended=said["ended"] > 0,
             compared=compared,
             uneven=differs_now or differed,
             diverged_earlier=diverged_earlier,

@@ -16,7 +16,6 @@ from holdfast.frameworks.common.numpy_state import digest_of
 from holdfast.frameworks.common.random_streams import Streams, compare_generators, digest_of_state
 from holdfast.frameworks.common.replica_comparison import HeldBox, broadcast, differences, refuse
 from holdfast.frameworks.common.tcp_group import TcpGroup, group_address
-from holdfast.frameworks.common.vote_lengths import sum_of_equal_lengths
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.layouts.box import Extent
 from holdfast.text import plural
@@ -164,9 +163,6 @@ class TcpGroupAdapter(Generic[Kept]):
 
     def vote(self, vector: list[int]) -> list[int]:
         """Return the sum of ``vector`` over all ranks. Raises: PeerLost."""
-        return sum_of_equal_lengths(vector, self._add)
-
-    def _add(self, vector: list[int]) -> list[int]:
         return [int(n) for n in self.mesh.sum(np.array(vector, np.int64))]
 
     # ------------------------------------------------------------------ copies

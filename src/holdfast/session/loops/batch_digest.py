@@ -79,6 +79,13 @@ class Drawn:
         self.record = {"step": step, "digests": list(found), "before": dict(before)}
         self._expected = self.record
 
+    def forget(self) -> None:
+        """Drop the record, because the script has left its loop before the block of the step that was drawn.
+
+        The next loop draws another batch for that step.
+        """
+        self.record = self._expected = None
+
     def reread(self, step: int, feed: Feed, load: Callable[[Feed], Sequence[Any]]) -> bool:
         """When a loop begins at ``step``, read the batches of the previous step and compare them, if this is possible.
 

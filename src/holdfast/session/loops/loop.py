@@ -55,6 +55,7 @@ from holdfast.session.loops.script_source import Helper, has_ended, helper, leav
 from holdfast.session.loops.turn_position import IDIOM, TurnPosition
 from holdfast.session.steps.accumulation import AccumulatingFeed, RefilledBatches
 from holdfast.session.steps.batches import Batches
+from holdfast.session.steps.loop_ends import LoopEnds
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.step import Step, StepRunner
 from holdfast.session.variables.update_variables import KEY as OF_UPDATES
@@ -270,6 +271,7 @@ class Loops:
                 self._counts_from_here = counted_from_here(self._rank.step, until, self._first)
             self.pass_over()
             return  # the checkpoint was written in a later loop of the script
+        after_block.ends.opened(loop)
         self._come_in(blocks, loop)
         self._bound = self._end_of(loop, until)
         follows = self.walk.epochs is not None and self.place.get("epochs") == self.walk.epochs
@@ -312,7 +314,10 @@ class Loops:
                 raise SystemExit(0)  # the rest of this epoch follows when the job has finished its steps
         except GeneratorExit:
             steps.close()
-            self._note_left(frame_of_script(), around, begun_at, turns, agreed=after_block.exit_agreed)
+            caller = frame_of_script()
+            self._note_left(caller, around, begun_at, turns, agreed=after_block.exit_agreed)
+            if not (after_block.exit_agreed or self.walk.several):
+                after_block.ends.left(waits=leaves(caller))
             raise
         finally:
             self._out_of_loop()
@@ -385,6 +390,8 @@ class Loops:
             agreed: all ranks have agreed to leave.
         """
         self._left_behind = self._given, ""
+        if self._given is not None and not self._given.entered:
+            self._proof.forget()
         if agreed:
             return
         if around is not None and has_ended(around, caller):
@@ -515,7 +522,6 @@ class Loops:
         step, opened = self._rank.step, self.place["loop"]
         again = opened == loop
         blocks.variables.enters_loop()
-        blocks.ends.opened(loop)
         self.loaded.opens_loop(step, again=again)
         blocks.inputs.enters_loop(step, again=again, follows=opened == loop - 1 and bool(self.walk.epoch))
         self._rank.moved(ScriptEvent.LOOP_OPENED)
@@ -593,9 +599,8 @@ class Loops:
         self, end: int | None, after_block: AfterBlock, blocks: StepRunner
     ) -> Generator[Step, None, None]:
         while True:
-            over = after_block.exit_agreed or self._is_over(end)
-            if over or not self._draw():
-                if not (over or self.walk.several or blocks.ends.meet(self._rank.step - self._bound[0])):
+            if after_block.exit_agreed or self._is_over(end) or not self._draw():
+                if not (after_block.exit_agreed or self._meet_at_end(end, after_block.ends)):
                     continue
                 if self._rank.leave_loop():
                     return
@@ -625,6 +630,15 @@ class Loops:
                     "replacement of a lost rank, which would begin without them",
                     hint="keep there what the rank cannot make again (positions, seeds, sums), large values in a file",
                 )
+
+    def _meet_at_end(self, end: int | None, ends: LoopEnds) -> bool:
+        """Meet the other ranks at the end of the loop. Return False if the job has gone back into the loop."""
+        if self.walk.several:
+            return True
+        if self._is_over(end):
+            ends.left(waits=False)
+            return True
+        return ends.exhausted(self._rank.step - self._bound[0])
 
     def _draw(self) -> bool:
         """Draw the batches of this step, one for each rank whose work this rank does.

@@ -1,18 +1,18 @@
 """The ends of loops over steps: no rank leaves its loop while another rank has a further batch.
 
 Theory. A loop ends on a rank when its loader has no more batch. If another rank has a batch, that rank begins a block,
-and its gradients would meet the collectives that the script makes after the loop. So the ranks meet at the end of each
-loop by one vote. A rank that waits long in this vote reports its place to the controller, which passes the report to
-all ranks. A rank that has begun the block of that step in that loop then reports a fault. All ranks answer the fence
-with their places, and the difference ends the run (``core/decide/unequal_batches.py``).
+and its gradients would meet the collectives that the script makes after the loop. So each rank counts itself, in the
+key-value store of the job, at the end of its loop, and a rank without a batch waits for all others. A rank that waits
+long reports its place to the controller, which passes the report to all ranks. A rank that has begun the block of that
+step in that loop then reports a fault. All ranks answer the fence with their places, and the difference ends the run
+(``core/decide/unequal_batches.py``).
 
-A rank may leave its loop by ``break``. Its next vote between two steps is then the one at the end of an epoch or of the
-session. That vote completes the vote of the ranks at the ends of their loops, and is cast again
-(``VoteCaster.cast``).
+A rank that has left its loop by ``break`` also waits, and one whose loop has reached its step ``until`` only counts
+itself: the ranks have compared that step (``session/loops/loop_bounds.py``). If an exception may have ended the loop,
+the rank does not wait either.
 
 A replacement runs the code after the loop alone, before it joins. So the ranks meet only in a generation in which all
-of them have started together or have committed a step. A loop that reaches its step ``until`` needs no meeting: the
-ranks have compared that step (``session/loops/loop_bounds.py``).
+of them have started together or have committed a step.
 
 Invariants:
 1. Either all ranks of a generation meet at the end of a loop, or none.
@@ -26,13 +26,11 @@ from contextlib import contextmanager
 
 from holdfast.core.ids import NO_GENERATION
 from holdfast.core.protocol.messages import LoopEnded, LoopEndSeen, LoopPlace
-from holdfast.core.worker.vote import Ballot
-from holdfast.errors import PeerLost
+from holdfast.core.protocol.status_page import PageFlag
 from holdfast.session.steps.participant import StepParticipant
-from holdfast.session.steps.voting import VoteCaster
 
 REPORT_S = 1.0  # a rank reports its place after this time; the time is doubled after each report
-NOT_ENDED = -1
+WAIT_S = 300.0  # a wait that has lasted this long begins again
 
 
 class LoopEnds:
@@ -40,19 +38,19 @@ class LoopEnds:
 
     Args:
         rank: protocol state of this rank.
-        votes: casts the votes of this rank.
         world_size: number of ranks.
     """
 
-    def __init__(self, rank: StepParticipant, votes: VoteCaster, world_size: int) -> None:
+    def __init__(self, rank: StepParticipant, world_size: int) -> None:
         self._rank = rank
-        self.votes = votes
-        self._alone = world_size == 1 or rank.client is None
+        self._world_size = world_size
         self._place: LoopPlace | None = None
         self._peer: LoopEndSeen | None = None  # the newest report of a rank at the end of its loop
         starts = rank.client is not None and not rank.joining
         # The generation in which all ranks have started together, or have committed a step.
         self._common = rank.machine.generation if starts else NO_GENERATION
+        self._keys: tuple[str, str] | None = None  # of the last meeting
+        self._thread = threading.get_ident()
         if rank.client is not None:
             rank.client.on(LoopEndSeen, self.peer_ended)
 
@@ -69,7 +67,9 @@ class LoopEnds:
         """Record that all ranks have committed a step in the present generation."""
         self._common = self._rank.machine.generation
 
-    def meet(self, steps: int) -> bool:
+    # ------------------------------------------------------------------ the end of a loop
+
+    def exhausted(self, steps: int) -> bool:
         """Wait until all ranks are at the end of the open loop, which has no more batch on this rank.
 
         Args:
@@ -79,26 +79,55 @@ class LoopEnds:
             False if the job has gone back to an earlier step of the loop.
         """
         rank, step, place = self._rank, self._rank.step, self._place
-        if self._alone or place is None:
+        if place is None:
             return True
         with rank.changed:
             self._place = LoopPlace(place.loop, step, steps)
-        if self._common != rank.machine.generation:
-            return True
-        try:
+        if self._arrive(place.loop):
             with self._reported(place.loop, step):
-                tally = self.votes.cast(Ballot(step=step, between=True, ended=True))
-            if tally.passed:
-                return True
-            rank.fault_seen(f"at the end of a loop, before step {step}: {tally.reason}")
-        except PeerLost as error:
-            rank.fault_seen(f"at the end of a loop, before step {step}: {error.message}")
-        rank.await_fence()
-        rank.await_resume()
+                fenced = self._wait()
+            if fenced:
+                rank.await_fence()
+                rank.await_resume()
         if rank.step == step:
             return True
         self.opened(place.loop)
         return False
+
+    def left(self, *, waits: bool) -> None:
+        """Count this rank at the end of the open loop, which it leaves with batches left.
+
+        Args:
+            waits: also wait for the other ranks. A fence ends this wait.
+        """
+        place = self._place
+        if place is not None and threading.get_ident() == self._thread and self._arrive(place.loop) and waits:
+            self._wait()
+
+    def _arrive(self, loop: int) -> bool:
+        """Count this rank at the end of ``loop``. Return whether the ranks meet there."""
+        rank, client, generation = self._rank, self._rank.client, self._rank.machine.generation
+        if client is None or self._world_size == 1 or rank.fenced or self._common != generation:
+            return False
+        before, arrived = self._keys, f"holdfast/loop-end/{generation.pack()}/{loop}/{rank.step}"
+        self._keys = arrived, f"{arrived}/all"
+        if client.kv("add", (arrived,), amount=1).number == self._world_size:
+            client.kv("set", self._keys[1:])
+            if before is not None:
+                client.kv("delete", before)
+        return True
+
+    def _wait(self) -> bool:
+        """Wait until all ranks have counted themselves. Return True if a fence has ended the wait."""
+        rank, keys, error = self._rank, self._keys, "timeout"
+        assert keys is not None and rank.client is not None
+        rank.flag(PageFlag.MEETS, True)
+        try:
+            while error == "timeout":
+                error = rank.client.kv("wait", keys[1:], timeout_s=WAIT_S).error
+        finally:
+            rank.flag(PageFlag.MEETS, False)
+        return error == "fenced"
 
     @contextmanager
     def _reported(self, loop: int, step: int) -> Iterator[None]:

@@ -37,7 +37,6 @@ from holdfast.session.steps.block_proof import Prover
 from holdfast.session.steps.empty_blocks import EmptyBlocks
 from holdfast.session.steps.equal_updates import EqualUpdates
 from holdfast.session.steps.left_blocks import LeftBlocks
-from holdfast.session.steps.loop_ends import LoopEnds
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
@@ -284,6 +283,7 @@ class StepRunner:
         self._finite = finite
         self._rank = rank
         self._recompute = Recomputation(adapter, verify[1], owner.batch_of)
+        self._votes = votes
         self._adapter = adapter
         self._owner = owner
         self._able = BlockAbilities.of(adapter)
@@ -291,7 +291,6 @@ class StepRunner:
         self._tally = Tally(passed=False)
         self._went_back = False  # the open block has made a backward pass
         self._empty = EmptyBlocks()
-        self.ends = LoopEnds(rank, votes, adapter.world_size)
         self._equal = EqualUpdates(
             adapter.rank, self._able.describes, rank.client, scaled=adapter.scaled, searches=verify[0] > 0
         )
@@ -375,7 +374,6 @@ class StepRunner:
             if self._rank.step != step.number:
                 self._owner.rewound(step)
         self._rank.note_local(self._owner.entered(step.number), step.number)
-        self.ends.compare()
         self._current, self._went_back = step, False
         self._equal.opens()
         step.rehearsal = alone or (not joining and self._is_alone(step))
@@ -516,7 +514,7 @@ class StepRunner:
         ballot = self._equal.ballot(ballot, alike=self._owner.alike)
         self._tally = Tally(passed=False)
         try:
-            tally = self._finite.read(self.ends.votes.cast(ballot))
+            tally = self._finite.read(self._votes.cast(ballot))
         except PeerLost:
             state = rank.vote_broken()
             self._tally = Tally(passed=False, nonfinite=nonfinite)
@@ -639,7 +637,6 @@ class StepRunner:
         self._equal.committed(ended=step.last_in_epoch)  # a part of the state that is kept now
         self._rank.commit(self._owner.before_ready(self._tally))
         self._current = None
-        self.ends.committed()
         step.committed = True
         self._note_empty(step)
         self._owner.after_ready(step, self._tally)

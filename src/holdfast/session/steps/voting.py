@@ -47,18 +47,9 @@ class VoteCaster:
     def cast(self, ballot: Ballot) -> Tally:
         """Vote with all ranks, publish this rank's layout if the tally requires that, and return the tally.
 
-        Another rank may be at the end of its loop, which this rank has left early. Its vote passes, and this rank casts
-        its own again.
-
         Raises:
             PeerLost: the vote broke.
         """
-        tally = self._cast(ballot)
-        while ballot.between and not ballot.ended and tally.passed and tally.ended:
-            tally = self._cast(ballot)
-        return tally
-
-    def _cast(self, ballot: Ballot) -> Tally:
         rank, adapter = self._rank, self._adapter
         said = self._agreement.ballot(ballot, rank.machine.generation, rank.catalogue_version)
         tally = Tally.read(self._sums(said), adapter.world_size)

@@ -34,10 +34,10 @@ import torch.distributed as dist
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, StepError
 from holdfast.frameworks.common.adapter import Aborted, OnCollective, Unsevered
-from holdfast.frameworks.common.vote_lengths import sum_of_equal_lengths
 from holdfast.frameworks.torch.comm.group_numbers import GroupChange, GroupKey, GroupNumbers
 from holdfast.frameworks.torch.comm.nccl_abort import Abort, Abortable
 from holdfast.frameworks.torch.comm.setup_record import place_in_script_of_call
+from holdfast.frameworks.torch.comm.vote_lengths import sum_of_equal_lengths
 from holdfast.runtime.node.flight_recorder import Flight
 from holdfast.runtime.node.shm_allreduce import SharedMemoryAllReduce
 

@@ -1,9 +1,9 @@
-"""A sum over all ranks that detects vectors of different lengths, before any of them reaches the network.
+"""A sum over all ranks that detects vectors of different lengths before gloo does.
 
 Theory. Ranks of a script that do different things may meet in different agreements, with vectors of different lengths.
-gloo ends the process then, and a TCP group would add the numbers of two agreements. So each sum begins with a head of a
-fixed length, which also carries the length of the vector and its square. By Cauchy-Schwarz these two sums show whether
-all lengths are equal. A vote has room in the head, so it still takes one sum.
+gloo then ends the process. So each sum begins with a head of a fixed length, which also carries the length of the
+vector and its square. By Cauchy-Schwarz these two sums show whether all lengths are equal. A vote has room in the head,
+so it still takes one sum.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from holdfast.core.worker.vote import VECTOR_LENGTH, all_equal
 from holdfast.errors import PeerLost
-
-DIFFERENT = "the ranks are in different agreements"
 
 
 def sum_of_equal_lengths(vector: list[int], add: Callable[[list[int]], list[int]]) -> list[int]:
@@ -31,6 +29,6 @@ def sum_of_equal_lengths(vector: list[int], add: Callable[[list[int]], list[int]
         [1, length, length * length, *first, *([0] * (VECTOR_LENGTH - len(first)))]
     )
     if not all_equal(count, total, squares):
-        raise PeerLost(f"{DIFFERENT}: the vector of this rank has {length} words")
+        raise PeerLost(f"the ranks are in different agreements: {length} words on this rank")
     rest = vector[VECTOR_LENGTH:]
     return [*sums[:length], *(add(rest) if rest else ())]

@@ -1,0 +1,58 @@
+"""Real processes: ranks with unequal numbers of batches are refused by name before code after the loop runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from holdfast import event_log
+from holdfast.exit_codes import Exit
+from tests.session.launch import run_job
+from tests.session.unequal_job import BATCHES, EPOCHS
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+JOB = str(Path(__file__).with_name("unequal_job.py"))
+ERROR = (
+    f"UnequalBatchesError: rank 0 has no batch for step {BATCHES}, after {BATCHES} steps of this loop, and rank 1 has "
+    "one: the ranks have different numbers of batches"
+)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "a sum of the size of the gradients", "no collective in the block"]
+)
+def test_unequal_numbers_of_batches_end_the_run_by_name(tmp_path: Path, kind: str) -> None:
+    for again in (False, True):  # the second start resumes at the end of the loop of rank 0
+        done = run_job(tmp_path, 2, "--run-id", f"it-{int(again)}", JOB, kind, str(tmp_path))
+        assert done.returncode == Exit.BAD_INPUT, done.stdout
+        assert ERROR in " ".join(done.stdout.split()), done.stdout
+        assert re.search(r"next: give every rank the same number of batches: .*until=N", done.stdout)
+        assert "after the loop of epoch" not in done.stdout, "no rank runs code after its loop"
+        events = event_log.read(tmp_path / f"runs/it-{int(again)}/events.jsonl").events
+        assert sum(e.kind == "verdict" for e in events) == 1, "no restart"
+        assert f"after: step {BATCHES}," in done.stdout, "no committed step is lost"
+    assert f"newest checkpoint: step {BATCHES}," in done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Return the digests of the weights of an undisturbed run with equal numbers of batches."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    done = run_job(place, 2, JOB, "equal", str(place))
+    assert done.returncode == 0, done.stdout
+    assert f"(step {BATCHES * EPOCHS}, goodput" in done.stdout, done.stdout
+    return {path.read_text() for path in place.glob("digest-*")}
+
+
+@pytest.mark.parametrize("kind", ["break", "lost before the end", "lost at the end"])
+def test_ranks_that_end_at_the_same_step_are_not_refused(
+    tmp_path: Path, undisturbed: set[str], kind: str
+) -> None:
+    done = run_job(tmp_path, 2, JOB, kind, str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    ended = f"(step {BATCHES * EPOCHS}, " + ("goodput" if kind == "break" else "1 fault, 0 steps lost")
+    assert ended in done.stdout, done.stdout
+    assert {path.read_text() for path in tmp_path.glob("digest-*")} == undisturbed
