@@ -47,7 +47,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {path.read_text() for path in place.glob("digest-*")}
 
 
-@pytest.mark.parametrize("kind", ["break", "lost before the end", "lost at the end"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "break",
+        "lost at the end, replaced",
+        *(
+            pytest.param(kind, marks=pytest.mark.more)
+            for kind in ("lost before the end, replaced", "lost before the end", "lost at the end")
+        ),
+    ],
+)
 def test_ranks_that_end_at_the_same_step_are_not_refused(
     tmp_path: Path, undisturbed: set[str], kind: str
 ) -> None:
@@ -56,3 +66,6 @@ def test_ranks_that_end_at_the_same_step_are_not_refused(
     ended = f"(step {BATCHES * EPOCHS}, " + ("goodput" if kind == "break" else "1 fault, 0 steps lost")
     assert ended in done.stdout, done.stdout
     assert {path.read_text() for path in tmp_path.glob("digest-*")} == undisturbed
+    if kind.endswith("replaced"):
+        (log,) = tmp_path.glob("runs/*/events.jsonl")
+        assert [e.data["action"] for e in event_log.read(log).events if e.kind == "verdict"] == ["replace"]
