@@ -9,8 +9,8 @@ import pytest
 
 from holdfast import event_log
 from holdfast.exit_codes import Exit
-from tests.session.launch import run_job
-from tests.session.unequal_job import BATCHES, EPOCHS
+from tests.session.launch import run_job, run_torchrun
+from tests.session.unequal_job import BATCHES, EPOCHS, UNTIL
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -35,6 +35,13 @@ def test_unequal_numbers_of_batches_end_the_run_by_name(tmp_path: Path, kind: st
         assert sum(e.kind == "verdict" for e in events) == 1, "no restart"
         assert f"after: step {BATCHES}," in done.stdout, "no committed step is lost"
     assert f"newest checkpoint: step {BATCHES}," in done.stdout
+
+
+@pytest.mark.more
+def test_another_launcher_gets_the_name_as_well(tmp_path: Path) -> None:
+    done = run_torchrun(tmp_path, 2, JOB, "plain", str(tmp_path))
+    assert done.returncode != 0 and ERROR in " ".join(done.stdout.split()), done.stdout
+    assert [path.name[:13] for path in (tmp_path / "ckpts").iterdir()] == [f"step-{BATCHES:08d}"]
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +76,31 @@ def test_ranks_that_end_at_the_same_step_are_not_refused(
     if kind.endswith("replaced"):
         (log,) = tmp_path.glob("runs/*/events.jsonl")
         assert [e.data["action"] for e in event_log.read(log).events if e.kind == "verdict"] == ["replace"]
+
+
+@pytest.fixture(scope="module")
+def until(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Return the digests of the weights of an undisturbed run whose epochs end at a step, with unequal loaders."""
+    place = tmp_path_factory.mktemp("until")
+    done = run_job(place, 2, JOB, "until", str(place))
+    assert done.returncode == 0, done.stdout
+    return {path.read_text() for path in place.glob("digest-*")}
+
+
+@pytest.mark.parametrize(
+    ("lost", "flags"),
+    [
+        (UNTIL + 3, ()),  # the loader of rank 0 has begun again
+        (UNTIL, ()),  # an epoch begins where the epoch before has ended
+        pytest.param(UNTIL, ("--on-fault", "restart"), marks=pytest.mark.more),
+        pytest.param(UNTIL + 3, ("--on-fault", "restart"), marks=pytest.mark.more),
+    ],
+)
+def test_each_rank_continues_at_its_own_position_in_unequal_data(
+    tmp_path: Path, until: set[str], lost: int, flags: tuple[str, ...]
+) -> None:
+    """Regression: a process that joined or resumed took the position of another rank, without a word."""
+    done = run_job(tmp_path, 2, *flags, JOB, f"until, lost {lost}", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert f"(step {UNTIL * EPOCHS}, 1 fault, 0 steps lost" in done.stdout, done.stdout
+    assert {path.read_text() for path in tmp_path.glob("digest-*")} == until

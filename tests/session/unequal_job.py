@@ -1,6 +1,7 @@
 """Two ranks with DDP, and numbers of batches that may differ: ``python unequal_job.py KIND DIRECTORY``.
 
-Rank 1 has ``MORE`` batches more in each epoch, except in the kinds ``equal`` and ``lost ...``.
+Rank 1 has ``MORE`` batches more in each epoch, except in the kinds ``equal`` and ``lost ...``. In the kinds
+``until...`` the epochs end at a step, and the loaders begin again. ``until, lost N`` kills rank 1 before step N.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from holdfast.session.steps.loop_ends import REPORT_S
 
 BATCHES, MORE, EPOCHS = 6, 3, 3
 LOST_IN = 1  # epoch
+UNTIL = 10  # steps of an epoch that ends at a step: more than a loader has batches
 
 
 class Share(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -79,7 +81,10 @@ def main() -> None:
     loader = torch.utils.data.DataLoader(share, batch_size=None)
     with holdfast.session(model=model, optimizer=optimizer, seed=3, checkpoint=f"{directory}/ckpts") as s:
         for epoch in s.epochs(EPOCHS):
-            for step in s.steps(loader):
+            until = UNTIL * (epoch + 1) if kind.startswith("until") else None
+            for step in s.steps(loader, until=until):
+                if kind.startswith("until, lost") and rank == 1 and step.number == int(kind.split()[-1]):
+                    kill_once(directory)  # before the block
                 if kind == "break" and step.number >= BATCHES * (epoch + 1):
                     break
                 with step as batch:
@@ -96,7 +101,11 @@ def main() -> None:
                     signal.signal(signal.SIGALRM, lambda *_: kill_once(directory))
                     signal.setitimer(signal.ITIMER_REAL, REPORT_S / 2)
             print("after the loop of epoch", epoch, flush=True)
-            if kind not in ("plain", "no collective in the block") and not kind.endswith("replaced"):
+            if (
+                kind not in ("plain", "no collective in the block")
+                and not kind.endswith("replaced")
+                and until is None
+            ):
                 # As large as the gradients: without a meeting, it would get their sum.
                 dist.all_reduce(torch.ones(36))
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()

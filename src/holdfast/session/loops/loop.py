@@ -226,6 +226,8 @@ class Loops:
             self.place = {"loop": loop, "at": self._began[0]}
             self._say_what_it_is()
             self.local = dict(self._began[1])
+        elif (own := self._proof.position(int(session.get("step", 0)), loop)) is not None:
+            self.place["at"] = own
         if self._feed is not None:
             self._feed.seek(self.place["at"], self.local.get("loader"))
         self._batches.forget()
@@ -277,9 +279,11 @@ class Loops:
         follows = self.walk.epochs is not None and self.place.get("epochs") == self.walk.epochs
         feed = self._feed = self._open(loader, batches, again=follows)
         data, self._data = self.place.get("data"), self._compare(feed, loop)
-        self._proof.begin(loader)
+        self._proof.begin(loader, loop)
         self._drawn, self._epochs = -1, None if epochs is None else epochs * ((self.walk.epoch or 0) + 1)
         local: Plain = None
+        if self.place.get("at") is not None:
+            self.place["at"] = self._own_position(loop, continues=epochs is None and bool(self.walk.epoch))
         if feed is not None and saved_loop == loop:
             self._seek(feed)
         elif feed is not None and self.walk.epoch:
@@ -287,6 +291,8 @@ class Loops:
         if saved_loop < loop:
             self.place = {"loop": loop, "at": None if feed is None else feed.place()}
             self.local = {**self._at_start(blocks), **({} if local is None else {"loader": local})}
+            if self._proof.record is not None:
+                self.local["drawn"] = self._proof.record
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
             self._began = (self.place["at"], {**self._at_start(blocks), "loader": feed.local_state()})
@@ -359,6 +365,22 @@ class Loops:
             at, local = start_of_epoch((self.walk.epoch or 0) * (passes or 1), at, local)
         feed.seek(at, local)
         return local
+
+    def _own_position(self, loop: int, *, continues: bool) -> Mapping[str, int]:
+        """Return the position of this rank in the data of the saved loop, when it begins ``loop``.
+
+        The place of the job has the position of one rank. Another rank may be elsewhere, if its loader is shorter and
+        begins again earlier. The record of its earlier process then shows its own position.
+
+        Args:
+            continues: in this epoch the loop continues where the loop of the epoch before has ended.
+        """
+        step, saved = self._rank.step, self.place["loop"]
+        own = self._proof.position(step, saved)
+        if own is None and continues and saved == loop and step == self._bound[0]:
+            own = self._proof.position(step, loop - 1)
+        at: Mapping[str, int] = self.place["at"]
+        return at if own is None else own
 
     def _at_start(self, blocks: StepRunner) -> dict[str, Plain]:
         """Return the rank-local values at the start of a loop. The state may be saved before its first block.
@@ -650,7 +672,7 @@ class Loops:
         before = {} if self._feed is None else self._feed.place()
         batches = [None] if self._feed is None else self._load(self._feed)
         if batches and self._feed is not None:
-            self._proof.drew(self._rank.step, batches, before)
+            self._proof.drew(self._rank.step, batches, before, self._feed.place())
         if batches:
             self._batches.put(batches)
             self._part, self._drawn = 0, self._rank.step
@@ -672,7 +694,7 @@ class Loops:
                 f"step {self._rank.step}: the loader does not draw the same batch again",
                 hint="leave the batch as it is in the block: labels = batch['labels'], x = x * 2 in place of x.mul_(2)",
             )
-        self._proof.drew(self._rank.step, batches, self.place["at"])
+        self._proof.drew(self._rank.step, batches, self.place["at"], feed.place())
         self._batches.again(batches)
 
     def batch_of(self, copy: int) -> Any:
