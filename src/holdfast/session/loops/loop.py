@@ -281,18 +281,10 @@ class Loops:
         data, self._data = self.place.get("data"), self._compare(feed, loop)
         self._proof.begin(loader, loop)
         self._drawn, self._epochs = -1, None if epochs is None else epochs * ((self.walk.epoch or 0) + 1)
-        local: Plain = None
-        if self.place.get("at") is not None:
-            self.place["at"] = self._own_position(loop, continues=epochs is None and bool(self.walk.epoch))
-        if feed is not None and saved_loop == loop:
-            self._seek(feed)
-        elif feed is not None and self.walk.epoch:
-            local = self._follow(feed, epochs, known=follows and data == self._data)
+        local = self._go_to_start(feed, loop, epochs, known=follows and data == self._data)
         if saved_loop < loop:
             self.place = {"loop": loop, "at": None if feed is None else feed.place()}
             self.local = {**self._at_start(blocks), **({} if local is None else {"loader": local})}
-            if self._proof.record is not None:
-                self.local["drawn"] = self._proof.record
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
             self._began = (self.place["at"], {**self._at_start(blocks), "loader": feed.local_state()})
@@ -320,10 +312,7 @@ class Loops:
                 raise SystemExit(0)  # the rest of this epoch follows when the job has finished its steps
         except GeneratorExit:
             steps.close()
-            caller = frame_of_script()
-            self._note_left(caller, around, begun_at, turns, agreed=after_block.exit_agreed)
-            if not (after_block.exit_agreed or self.walk.several):
-                after_block.ends.left(waits=leaves(caller))
+            self._note_left(frame_of_script(), around, begun_at, turns, after_block)
             raise
         finally:
             self._out_of_loop()
@@ -366,6 +355,22 @@ class Loops:
         feed.seek(at, local)
         return local
 
+    def _go_to_start(self, feed: Feed | None, loop: int, passes: int | None, *, known: bool) -> Plain:
+        """Move ``feed`` to the position at which this process begins ``loop``. Return the rank-local part of that.
+
+        Args:
+            passes, known: see :meth:`_follow`.
+        """
+        if self.place.get("at") is not None:
+            self.place["at"] = self._own_position(loop, continues=passes is None and bool(self.walk.epoch))
+        if feed is None:
+            return None
+        if self.place["loop"] == loop:
+            self._seek(feed)
+        elif self.walk.epoch:
+            return self._follow(feed, passes, known=known)
+        return None
+
     def _own_position(self, loop: int, *, continues: bool) -> Mapping[str, int]:
         """Return the position of this rank in the data of the saved loop, when it begins ``loop``.
 
@@ -385,10 +390,11 @@ class Loops:
     def _at_start(self, blocks: StepRunner) -> dict[str, Plain]:
         """Return the rank-local values at the start of a loop. The state may be saved before its first block.
 
-        They contain the values that the check of the updates has of the loops before.
+        They contain the values that the check of the updates has of the loops before, and the record of the batches.
         """
+        drawn = {} if self._proof.record is None else {"drawn": self._proof.record}
         of_updates = {key: value for key, value in self.local.items() if key == OF_UPDATES}
-        return {**of_updates, **blocks.inputs.of_rank(), **self.mine.entries(self.mine.attached())}
+        return {**drawn, **of_updates, **blocks.inputs.of_rank(), **self.mine.entries(self.mine.attached())}
 
     def finish(self) -> None:
         """When the script ends, record that it does not return to a loop that it has left early.
@@ -401,7 +407,7 @@ class Loops:
             self._rank.moved(ScriptEvent.STRAYED)
 
     def _note_left(
-        self, caller: FrameType, around: Helper | None, first: int, turns: int, *, agreed: bool
+        self, caller: FrameType, around: Helper | None, first: int, turns: int, after_block: AfterBlock
     ) -> None:
         """Record that the script has left the open loop in ``caller``.
 
@@ -409,17 +415,19 @@ class Loops:
             around: the generator of the script around the steps.
             first: step at which this process began the loop.
             turns: turns that the loop has taken in this process.
-            agreed: all ranks have agreed to leave.
+            after_block: the work after a block. If all ranks have agreed to leave the job, they do not meet here.
         """
         self._left_behind = self._given, ""
         if self._given is not None and not self._given.entered:
             self._proof.forget()
-        if agreed:
+        if after_block.exit_agreed:
             return
         if around is not None and has_ended(around, caller):
             self._left_behind = self._given, around.has_counted(first, turns, self._rank.step - first)
         if self.walk.inside:
             self._leave(certain=leaves(caller))
+        if not self.walk.several:
+            after_block.ends.left(waits=leaves(caller))
 
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
