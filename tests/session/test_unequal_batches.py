@@ -37,6 +37,17 @@ def test_unequal_numbers_of_batches_end_the_run_by_name(tmp_path: Path, kind: st
     assert f"newest checkpoint: step {BATCHES}," in done.stdout
 
 
+def test_a_rank_that_alone_leaves_its_loop_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    """Regression: after the restart both ranks stood still for ten minutes, and then again."""
+    done = run_job(tmp_path, 2, "--run-id", "it", "--hang-floor", "0.3", JOB, "break alone", str(tmp_path))
+    assert done.returncode == Exit.FAILED, done.stdout
+    assert f"the same hang at step {BATCHES} twice" in done.stdout, done.stdout
+    events = event_log.read(tmp_path / "runs/it/events.jsonl").events
+    detected = [e.data for e in events if e.kind == "detected"]
+    assert {(d["rank"], d["kind"], d["step"]) for d in detected} == {(0, "hang", BATCHES)}, done.stdout
+    assert len(detected) <= 3, "each restart makes the same collectives"
+
+
 @pytest.mark.more
 def test_another_launcher_gets_the_name_as_well(tmp_path: Path) -> None:
     done = run_torchrun(tmp_path, 2, JOB, "plain", str(tmp_path))

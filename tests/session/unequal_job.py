@@ -2,6 +2,7 @@
 
 Rank 1 has ``MORE`` batches more in each epoch, except in the kinds ``equal`` and ``lost ...``. In the kinds
 ``until...`` the epochs end at a step, and the loaders begin again. ``until, lost N`` kills rank 1 before step N.
+In the kind ``break alone`` both ranks have more batches, and only rank 0 leaves its loop early.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> None:
         model = Unsummed(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     equal = kind == "equal" or kind.startswith("lost")
-    share = Share(BATCHES + MORE * rank * (not equal))
+    share = Share(BATCHES + MORE * (rank if kind != "break alone" else 1) * (not equal))
     loader = torch.utils.data.DataLoader(share, batch_size=None)
     with holdfast.session(model=model, optimizer=optimizer, seed=3, checkpoint=f"{directory}/ckpts") as s:
         for epoch in s.epochs(EPOCHS):
@@ -85,7 +86,8 @@ def main() -> None:
             for step in s.steps(loader, until=until):
                 if kind.startswith("until, lost") and rank == 1 and step.number == int(kind.split()[-1]):
                     kill_once(directory)  # before the block
-                if kind == "break" and step.number >= BATCHES * (epoch + 1):
+                alone = kind == "break alone" and rank == 0
+                if (kind == "break" or alone) and step.number >= BATCHES * (epoch + 1):
                     break
                 with step as batch:
                     loss = model(batch if kind != "no collective in the block" else torch.ones(4, 8))
