@@ -69,6 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     "kind",
     [
         "break",
+        "break, held",
         "lost at the end, replaced",
         *(
             pytest.param(kind, marks=pytest.mark.more)
@@ -81,7 +82,9 @@ def test_ranks_that_end_at_the_same_step_are_not_refused(
 ) -> None:
     done = run_job(tmp_path, 2, JOB, kind, str(tmp_path))
     assert done.returncode == 0, done.stdout
-    ended = f"(step {BATCHES * EPOCHS}, " + ("goodput" if kind == "break" else "1 fault, 0 steps lost")
+    ended = f"(step {BATCHES * EPOCHS}, " + (
+        "goodput" if kind.startswith("break") else "1 fault, 0 steps lost"
+    )
     assert ended in done.stdout, done.stdout
     assert {path.read_text() for path in tmp_path.glob("digest-*")} == undisturbed
     if kind.endswith("replaced"):

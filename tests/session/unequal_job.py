@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.session.steps.loop_ends import REPORT_S
+from holdfast.session.steps.step import Step
 
 BATCHES, MORE, EPOCHS = 6, 3, 3
 LOST_IN = 1  # epoch
@@ -66,6 +67,12 @@ def kill_once(directory: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kept(steps: Iterator[Step], by: list[object]) -> Iterator[Step]:
+    """Return ``steps``. ``by`` holds a reference to them, as a progress bar does."""
+    by.append(steps)
+    return steps
+
+
 def main() -> None:
     """Train."""
     kind, directory = sys.argv[1:]
@@ -83,11 +90,14 @@ def main() -> None:
     with holdfast.session(model=model, optimizer=optimizer, seed=3, checkpoint=f"{directory}/ckpts") as s:
         for epoch in s.epochs(EPOCHS):
             until = UNTIL * (epoch + 1) if kind.startswith("until") else None
-            for step in s.steps(loader, until=until):
+            held: list[object] = []
+            for step in kept(s.steps(loader, until=until), held if kind == "break, held" else []):
                 if kind.startswith("until, lost") and rank == 1 and step.number == int(kind.split()[-1]):
                     kill_once(directory)  # before the block
                 alone = kind == "break alone" and rank == 0
-                if (kind == "break" or alone) and step.number >= BATCHES * (epoch + 1):
+                if (kind.startswith("break,") or kind == "break" or alone) and step.number >= BATCHES * (
+                    epoch + 1
+                ):
                     break
                 with step as batch:
                     loss = model(batch if kind != "no collective in the block" else torch.ones(4, 8))
@@ -102,7 +112,7 @@ def main() -> None:
                 if last and rank == 0 and kind.startswith("lost at the end") and epoch == LOST_IN:
                     signal.signal(signal.SIGALRM, lambda *_: kill_once(directory))
                     signal.setitimer(signal.ITIMER_REAL, REPORT_S / 2)
-            print("after the loop of epoch", epoch, flush=True)
+            print("after the loop of epoch", epoch, len(held), flush=True)
             if (
                 kind not in ("plain", "no collective in the block")
                 and not kind.endswith("replaced")

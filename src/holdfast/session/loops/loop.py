@@ -426,7 +426,7 @@ class Loops:
             self._left_behind = self._given, around.has_counted(first, turns, self._rank.step - first)
         if self.walk.inside:
             self._leave(certain=leaves(caller))
-        if not self.walk.several:
+        if not (self.walk.several or self._rank.script.by_framework):
             after_block.ends.left(waits=leaves(caller))
 
     def _leave(self, *, certain: bool) -> None:

@@ -23,13 +23,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from holdfast.core.ids import NO_GENERATION
 from holdfast.core.protocol.messages import LoopEnded, LoopEndSeen, LoopPlace
 from holdfast.core.protocol.status_page import PageFlag
+from holdfast.core.worker.position import ScriptPosition
 from holdfast.session.steps.participant import StepParticipant
 
 REPORT_S = 1.0  # a rank reports its place after this time; the time is doubled after each report
+_OUTSIDE_BLOCK = (ScriptPosition.BEFORE_BLOCK, ScriptPosition.AFTER_BLOCK)
 WAIT_S = 300.0  # a wait that has lasted this long begins again
 
 
@@ -107,15 +110,23 @@ class LoopEnds:
     def _arrive(self, loop: int) -> bool:
         """Count this rank at the end of ``loop``. Return whether the ranks meet there."""
         rank, client, generation = self._rank, self._rank.client, self._rank.machine.generation
-        if client is None or self._world_size == 1 or rank.fenced or self._common != generation:
+        if client is None or self._world_size == 1 or rank.fenced or rank.state != "ready":
+            return False
+        if self._common != generation:
             return False
         before, arrived = self._keys, f"holdfast/loop-end/{generation.pack()}/{loop}/{rank.step}"
+        if before is not None and before[0] == arrived:
+            return True
         self._keys = arrived, f"{arrived}/all"
         if client.kv("add", (arrived,), amount=1).number == self._world_size:
             client.kv("set", self._keys[1:])
             if before is not None:
                 client.kv("delete", before)
         return True
+
+    def _count(self, loop: int) -> None:
+        """Count this rank at the end of ``loop``. Called in the task thread."""
+        self._arrive(loop)
 
     def _wait(self) -> bool:
         """Wait until all ranks have counted themselves. Return True if a fence has ended the wait."""
@@ -158,14 +169,22 @@ class LoopEnds:
         self.compare()
 
     def compare(self) -> None:
-        """Report a fault if another rank has ended the loop and step whose block this rank has begun."""
+        """Report a fault if another rank has ended the loop and step whose block this rank has begun.
+
+        If the script of this rank waits in a collective outside of the block, it may have left the loop by ``break``
+        while a variable (a progress bar) still holds the loop. Then count this rank at the end of the loop.
+        """
         rank = self._rank
         with rank.changed:
             peer, place = self._peer, self._place
-            if peer is None or place is None or rank.fenced or rank.joining or rank.state == "ready":
+            if peer is None or place is None or rank.client is None or rank.fenced or rank.joining:
                 return
             ended = (peer.generation, peer.loop, peer.step)
             if ended != (rank.machine.generation, place.loop, rank.step):
+                return
+            if rank.state == "ready":
+                if rank.script.position in _OUTSIDE_BLOCK and rank.client.page.flight.waits():
+                    rank.client.run_task(partial(self._count, place.loop))
                 return
             self._peer = None
         rank.fault_seen(f"rank {peer.rank} has no batch for step {peer.step}, and this rank has one")
