@@ -50,6 +50,7 @@ PUBLIC = [
     "StoreError",
     "StoreUnreachable",
     "StoreWriteError",
+    "UnequalBatchesError",
     "UnmatchedCollectiveError",
     "UnsupportedError",
     "UsageError",

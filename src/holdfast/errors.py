@@ -14,6 +14,7 @@ Tree::
     │   │   └── UnmatchedCollectiveError    a replacement makes other collectives between two steps than the other ranks
     │   ├── NonFiniteError          gradients hold inf or nan, and the session was asked to stop then
     │   ├── EmptyLoaderError        the loader yields no batch
+    │   ├── UnequalBatchesError     the ranks have different numbers of batches
     │   └── UnsupportedError        a feature, optimizer or framework version that Holdfast refuses
     ├── FaultError                  the job was disturbed
     │   ├── ComputeError            a rank computes another result than others from the same numbers
@@ -138,6 +139,13 @@ class UnmatchedCollectiveError(StepError):
 
 class EmptyLoaderError(UserError):
     """The error for a loader that yields no batch."""
+
+
+class UnequalBatchesError(UserError):
+    """The error for ranks with different numbers of batches: one loop over steps ends before those of other ranks.
+
+    The controller ends the run with this error.
+    """
 
 
 class UnsupportedError(UserError):

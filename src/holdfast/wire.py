@@ -47,6 +47,7 @@ WireMessage = (
     | o.CopiesDiffer
     | o.StateDigests
     | m.WorkerFailed
+    | m.LoopEnded
     | m.Settled
     | m.SaveReported
     | m.StateOffered
@@ -65,6 +66,7 @@ WireMessage = (
     | m.ResumeInPlace
     | m.Leave
     | m.Release
+    | m.LoopEndSeen
     | m.ExitOrder
     | m.Catalogued
     | m.AgentHello

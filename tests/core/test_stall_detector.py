@@ -27,6 +27,7 @@ class World:
         self.still: set[int] = set()
         self.meets: set[int] = set()
         self.left: set[int] = set()
+        self.joins_in: set[int] = set()
         self.outside: dict[int, int] = {}
         self.marks = dict.fromkeys(range(ranks), 0)
         self.section = ""
@@ -53,6 +54,7 @@ class World:
             self.section,
             meets=rank in self.meets,
             left=rank in self.left,
+            joins_in=rank in self.joins_in,
             outside=self.outside.get(rank, 0),
             done=self.step,
             due=self.due,
@@ -490,3 +492,24 @@ def test_a_collective_that_other_ranks_have_still_to_make_waits_for_them() -> No
     world.outside = {1: 1, 2: 1}
     world.stop()
     assert world.until(True) >= LIMITS.idle_s
+
+
+@pytest.mark.parametrize("steps", [0, 20])
+@pytest.mark.parametrize("waits", ["joins_in", "meets"])
+def test_a_rank_between_two_steps_and_others_in_the_block_wait_in_vain(waits: str, steps: int) -> None:
+    world = World()
+    world.train(steps)
+    world.phase = dict.fromkeys(range(4), Phase.MEET) | {1: Phase.READY}
+    setattr(world, waits, {1})
+    world.stop()
+    assert world.until(True) == pytest.approx(10 * LIMITS.floor_s, abs=0.2)
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.SECTION])
+def test_ranks_that_wait_for_one_between_two_steps_give_it_its_time(phase: Phase) -> None:
+    world = World()
+    world.train(20)
+    world.phase = dict.fromkeys(range(4), Phase.READY) | {1: phase}
+    world.joins_in = {0, 2, 3}
+    world.stop()
+    assert world.until(True) > LIMITS.idle_s - 1.0

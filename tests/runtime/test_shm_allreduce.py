@@ -170,6 +170,14 @@ def test_a_record_that_is_not_whole_is_not_believed(tmp_path: Path, word: int) -
     assert looks >= 3
 
 
+def test_ranks_in_different_agreements_get_no_sum(tmp_path: Path) -> None:
+    ours = SharedMemoryAllReduce(tmp_path / "board", 0, 2).start()
+    theirs = SharedMemoryAllReduce(tmp_path / "board", 1, 2).start()
+    theirs._post(theirs._ballot(1, 1), 1, bytes(24))
+    with pytest.raises(PeerLost, match="in different agreements: 3 words on rank 1, 2 here"):
+        ours.reduce([1, 2], never)
+
+
 def test_limits(tmp_path: Path) -> None:
     board = SharedMemoryAllReduce(tmp_path / "board", 0, 1).start()
     assert board.reduce([3] * VOTE_LENGTH_MAX, never) == [3] * VOTE_LENGTH_MAX

@@ -175,8 +175,8 @@ def drawn(feed: Places, steps: int) -> Drawn:
     """Return the record of a process that has drawn the batches of ``steps`` steps."""
     proof = Drawn(Digests(), 0, verify=True)
     for step in range(steps):
-        before = feed.place()
-        proof.drew(step, [feed.draw()], before)
+        before, batch = feed.place(), feed.draw()
+        proof.drew(step, [batch], before, feed.place())
     return proof
 
 
@@ -201,10 +201,23 @@ def test_the_batch_in_flight_is_compared_when_it_is_drawn_again() -> None:
     proof, feed = Drawn(Digests(), 0, verify=True), Places([5, 6, 7])
     proof.stand_at(record)
     assert not proof.reread(1, feed, load)  # step 1 comes next: there is no later record
-    proof.drew(1, [6], {"epoch": 0, "batch": 1})
+    proof.drew(1, [6], {"epoch": 0, "batch": 1}, {"epoch": 0, "batch": 2})
     proof.stand_at(record)
     with pytest.raises(DataError, match="step 1"):
-        proof.drew(1, [7], {"epoch": 0, "batch": 1})
+        proof.drew(1, [7], {"epoch": 0, "batch": 1}, {"epoch": 0, "batch": 2})
+
+
+def test_the_record_shows_the_position_of_this_rank_in_the_same_loop() -> None:
+    feed = Places([5, 6, 7])
+    proof = Drawn(Digests(), 0, verify=True)
+    proof.begin(None, 3)
+    assert proof.position(0, 3) is None
+    before, batch = feed.place(), feed.draw()
+    proof.drew(8, [batch], before, feed.place())
+    assert (proof.position(8, 3), proof.position(9, 3)) == (before, feed.place())
+    assert [proof.position(*at) for at in ((10, 3), (7, 3), (9, 4))] == [None] * 3
+    proof.forget()
+    assert proof.position(9, 3) is None
 
 
 def test_a_loader_that_alone_knows_its_place_is_not_sent_back() -> None:

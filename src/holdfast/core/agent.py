@@ -64,6 +64,7 @@ from holdfast.core.protocol.messages import (
     LauncherGone,
     LayoutPublished,
     LogRecord,
+    LoopEnded,
     MemberExited,
     MemberSeen,
     MemberStarted,
@@ -129,6 +130,7 @@ UPWARD = (
     *(
         ExitAsked,
         ExitAgreed,
+        LoopEnded,
         StateOffered,
         StateRefused,
         StateDigests,

@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.core.config import Config
 from holdfast.core.decide.stop_policy import Failure
-from holdfast.core.ids import EVERYBODY
+from holdfast.core.ids import EVERYBODY, NO_GENERATION, MemberId
 from holdfast.core.job.departure import Departures
 from holdfast.core.job.failed_devices import certainty
 from holdfast.core.job.fault import FaultKind
@@ -59,6 +59,8 @@ from holdfast.core.protocol.messages import (
     JoinAsked,
     Joined,
     LayoutPublished,
+    LoopEnded,
+    LoopEndSeen,
     MemberExited,
     MemberStarted,
     Message,
@@ -80,7 +82,17 @@ from holdfast.core.watch.corruption import Corruption
 from holdfast.core.watch.hang_detection import Hangs
 from holdfast.core.watch.stragglers import Stragglers
 
-PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined, HoldReached)
+PROTOCOL = (
+    Settled,
+    FaultSeen,
+    LoopEnded,
+    StepReached,
+    StateOffered,
+    StateRefused,
+    JoinAsked,
+    Joined,
+    HoldReached,
+)
 """Messages of workers that count only in the newest generation."""
 
 
@@ -103,6 +115,8 @@ class Controller:
         self.stragglers = Stragglers(self.job, self.recovery)
         self.corruption = Corruption(self.job, self.recovery)
         self.once = MadeOnce(self.job, past)
+        # The newest end of a loop at which a rank waits: generation, loop, step, and the member that reported first.
+        self._loop_end = (NO_GENERATION, -1, -1, MemberId(0))
 
     def start(self, now: float) -> list[Command]:
         """Return the first commands of this controller, before any event."""
@@ -243,12 +257,37 @@ class Controller:
                 self.recovery.settled(now, member, event)
             case FaultSeen():
                 self.recovery.suspect(now, member, event)
+            case LoopEnded():
+                self._loop_ended(member, event)
             case HoldReached():
                 self.departures.holding(now, event)
             case StepReached():
                 self._begun(now, member)
                 member.commit(event.step)
                 self.recovery.progress(now)
+
+    def _loop_ended(self, member: Member, event: LoopEnded) -> None:
+        """Pass the report of a rank at the end of its loop to all ranks.
+
+        Only the reports of the first such rank are passed on: those of the others show nothing more.
+        """
+        job = self.job
+        if event.generation != job.roster.generation or not self.recovery.rules.trains:
+            return
+        place = (event.generation, event.loop, event.step)
+        if place != self._loop_end[:-1]:
+            self._loop_end = (*place, member.member_id)
+        if self._loop_end[-1] != member.member_id:
+            return
+        for living in job.roster.living:
+            seen = LoopEndSeen(
+                member_id=living.member_id,
+                generation=event.generation,
+                rank=member.rank,
+                loop=event.loop,
+                step=event.step,
+            )
+            job.send(living, seen)
 
     def _session_opened(self, now: float, member: Member, event: SessionOpened) -> None:
         job = self.job

@@ -58,6 +58,7 @@ from holdfast.session.loops.replica_state_check import ReplicaStateCheck
 from holdfast.session.loops.turns import Turns
 from holdfast.session.run_context import run_of
 from holdfast.session.settings import SessionSettings
+from holdfast.session.steps.loop_ends import LoopEnds
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.out_of_step_collectives import CollectiveGuard
 from holdfast.session.steps.participant import StepParticipant
@@ -177,19 +178,15 @@ class Session(ScriptLoops):
             watched=client is not None and not library,
         )  # fmt: skip
         self._pause = Pause(self._rank)
-        self._behind = AfterBlock(self._rank, self._pace, self._tier, self._saver, self._pause)
+        ends = LoopEnds(self._rank, self._adapter.world_size)
+        self._behind = AfterBlock(self._rank, self._pace, self._tier, self._saver, self._pause, ends)
         self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
         self._blocks.variables.leave_out(self)  # Session.own
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
-        plan_ahead = self._verifier.slice  # the first plan takes long: no vote should wait for it
         self._entered = True
-        saver = self._saver
-        of_orders = saver.carry_out, saver.refuse, saver.holds_weights, saver.resumed
-        self._rank.connect(
-            ParticipantCalls(*of_orders, self._rewind, self._tier.steps, self._between.outside, plan_ahead)
-        )
+        self._rank.connect(self._calls())
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
             script_end.entered(self)
@@ -277,6 +274,21 @@ class Session(ScriptLoops):
         self._stand_at(found)
         self._votes.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
+
+    def _calls(self) -> ParticipantCalls:
+        """Return the functions of this session that its side of the step protocol calls."""
+        saver = self._saver
+        return ParticipantCalls(
+            carry_out=saver.carry_out,
+            refuse=saver.refuse,
+            trained=saver.holds_weights,
+            end_serving=saver.resumed,
+            rewind=self._rewind,
+            kept=self._tier.steps,
+            outside=self._between.outside,
+            loop=self._behind.ends.place,
+            joined=self._verifier.slice,  # the first plan takes long: no vote should wait for it
+        )
 
     def _attach(self) -> None:
         """Install the hooks of the framework, once. A spare installs them before it is called."""
@@ -582,6 +594,7 @@ class Session(ScriptLoops):
 
         The result is None if they are unchanged.
         """
+        self._behind.ends.compare()
         return self._loops.entered(step)
 
     def batch_of(self, copy: int) -> Any:

@@ -5,5 +5,6 @@
 - ``stop_policy``: the faults that end a run.
 - ``unmatched_collectives``: the proof that a replacement makes different collectives between two steps from the other
   ranks.
+- ``unequal_batches``: the proof that the ranks have different numbers of batches.
 - ``recovery_phases``: the phases of a recovery.
 """

@@ -520,8 +520,8 @@ class Recovery:
                     member_id=member_id, generation=generation, step=job.step, kv_node=job.kv_node
                 )
             case "leave":
-                code = int(self._outcome[0])
-                return Leave(member_id=member_id, generation=generation, code=code, reason=self._reason)
+                code, why = int(self._outcome[0]), self._outcome[1] or self._reason
+                return Leave(member_id=member_id, generation=generation, code=code, reason=why)
         return None
 
     def _settle_order(self, member: Member) -> Settle | None:

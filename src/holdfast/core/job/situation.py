@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.core.decide.decision import Decision, RankReport, decide
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.decide.stop_policy import Failure, Situation
+from holdfast.core.decide.unequal_batches import RankPlace, unequal
 from holdfast.core.decide.unmatched_collectives import IN_BLOCK, RankSeen, unmatched
 from holdfast.core.ids import MemberId
 from holdfast.core.job.fault import Fault, FaultKind
@@ -93,7 +94,9 @@ class Survey:
             memory_step=self._memory_step(decided, answers),
             replayed=not (not_beside or self._unpublished())
             and replayed(decided, members, answers, job.held_elsewhere()),
-            failures=tuple(filter(None, (self._unmatched(answers), *_failures(faults)))),
+            failures=tuple(
+                filter(None, (self._unequal(answers), self._unmatched(answers), *_failures(faults)))
+            ),
             fewer=f"there is room for {room} of {plural(job.world_size, 'rank')}"
             if room < job.world_size
             else "",
@@ -166,6 +169,18 @@ class Survey:
         limit = job.step if decided.step is None else decided.step
         step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
         return step if step >= job.sealed_step else NONE
+
+    def _unequal(self, answers: Mapping[int, Settled]) -> Failure | None:
+        """Return the proof that one rank has ended its loop over steps, and another rank has a further batch.
+
+        The result is None if there is no proof.
+        """
+        found = []
+        for member in self.job.roster.living:
+            answer = answers.get(member.rank)
+            if answer is not None and answer.member_id == member.member_id:
+                found.append(RankPlace(member.rank, answer.state, answer.step, answer.loop))
+        return unequal(self.job.roster.generation, found)
 
     def _unmatched(self, answers: Mapping[int, Settled]) -> Failure | None:
         """Return the proof that a replacement makes other collectives between two steps than another rank.

@@ -135,6 +135,29 @@ def made_in(generation: Generation, step: int, outside: OutsideCollectives | Non
     return outside.made
 
 
+class LoopPlace(msgspec.Struct, frozen=True, array_like=True):
+    """The place of a rank in its newest loop over steps.
+
+    Attributes:
+        loop: number of the loop.
+        ended_at: the step for which this rank has no batch; -1: its loop has not ended.
+        steps: number of steps of the loop that has ended.
+    """
+
+    loop: int
+    ended_at: int = -1
+    steps: int = 0
+
+
+class LoopEnded(Message, frozen=True):
+    """Report that this rank has no batch for ``step`` in its ``loop``, and waits for the other ranks."""
+
+    member_id: MemberId
+    generation: Generation
+    loop: int
+    step: int
+
+
 class Settled(Message, frozen=True):
     """Answer to :class:`Fence`: this rank will not change its state before it receives a :class:`Settle`."""
 
@@ -148,6 +171,7 @@ class Settled(Message, frozen=True):
     rewind: int = -1  # this rank can go back in place to a kept state of this step or later; -1: it cannot
     turns: int = 0  # epochs and phases that the whole job has done, as far as this rank knows
     outside: OutsideCollectives | None = None  # the newest; None: it has made none
+    loop: LoopPlace | None = None  # None: it has begun no loop over steps
 
 
 class SaveReported(Message, frozen=True):
@@ -346,6 +370,16 @@ class Release(Message, frozen=True):
 
     member_id: MemberId
     generation: Generation
+
+
+class LoopEndSeen(Message, frozen=True):
+    """Message that ``rank`` has no batch for ``step`` in its ``loop``, and waits for the other ranks."""
+
+    member_id: MemberId
+    generation: Generation
+    rank: int
+    loop: int
+    step: int
 
 
 class ExitOrder(Message, frozen=True):

@@ -80,7 +80,8 @@ class PageReading(NamedTuple):
     meets: bool = False  # it waits between two steps for an agreement of all ranks, which never takes long
     left: bool = False  # its script has left its loops
     collectives: int = 0  # begun so far
-    waits: bool = False  # a collective is in progress
+    waits: bool = False  # a collective is in progress, at the start or in a script without a session
+    joins_in: bool = False  # a collective of the script is in progress between two steps
     stopped: bool = False  # its process is stopped: its phase gives it no extra time
     done: int = 0  # steps that its process has committed
     scratch: bool = False  # the process was not forked, so it does the imports that a forked process inherits
@@ -301,9 +302,10 @@ class Progress:
         frozen_s = [s for w, s in zip(holding, bounds_s, strict=True) if w.last.stopped and w.idle_s >= s]
         # When one process is stopped, the others wait for it, so their phases give them at most this time.
         most_s = max(10 * self.limits.floor_s, *frozen_s) if frozen_s else inf
-        parted = [*self._parted(holding), *self._unmatched(holding)]
+        parted, lone = [*self._parted(holding), *self._unmatched(holding)], self._lone(holding)
+        usual_s, lone_s = self._usual_s(), max(self._usual_s(), 10 * self.limits.floor_s)
         return bool(holding) and all(
-            w.idle_s >= min(s, most_s, self._usual_s() if w in parted else inf)
+            w.idle_s >= min(s, most_s, usual_s if w in parted else lone_s if w in lone else inf)
             for w, s in zip(holding, bounds_s, strict=True)
         )
 
@@ -317,6 +319,17 @@ class Progress:
         if not left or not any(w.last.phase in IN_STEP and w.last.step >= min(left) for w in holding):
             return []
         return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
+
+    def _lone(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
+        """Return the workers that wait between two steps for a worker in the block of that step, and this worker.
+
+        A worker between two steps waits in a collective of the script or for an agreement. The worker in the block has
+        left that code, or never comes to it. So both get a short limit, also in the first steps of a process.
+        """
+        between = [w for w in holding if w.last.meets or (w.last.phase is Phase.READY and w.last.joins_in)]
+        inside = [w for w in holding if w.last.phase in IN_STEP]
+        steps = {w.last.step for w in between} & {w.last.step for w in inside}
+        return [w for w in (*between, *inside) if w.last.step in steps]
 
     def _unmatched(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
         """Return the workers that wait in a collective which other workers leave out, and those other workers.

@@ -390,6 +390,7 @@ def read(page: Page) -> PageReading:
         section=page.section(),
         collectives=page[Word.COLLECTIVES],
         waits=phase is Phase.STARTING and page.flight.waits(),
+        joins_in=phase is Phase.READY and page.flight.waits(),
         compiling=bool(flags & PageFlag.COMPILING),
         outside=made_in(Generation.unpack(page[Word.GENERATION]), step, page.outside()),
         due=bool(page[Word.DUE]) and phase in ON_THE_WAY,

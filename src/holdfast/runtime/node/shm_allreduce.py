@@ -109,7 +109,7 @@ class SharedMemoryAllReduce:
         """Post ``vector`` (int64, the same length on all ranks), and return the element-wise sum over all ranks.
 
         Raises:
-            PeerLost: a rank is gone and has not posted its vector.
+            PeerLost: a rank is gone and has not posted its vector, or has posted one of another length.
             Exception: any exception of ``check``, which is called again and again during the wait.
         """
         if len(vector) > VOTE_LENGTH_MAX:
@@ -119,7 +119,12 @@ class SharedMemoryAllReduce:
         self._post(self._ballot(self.rank, turn), turn, np.array(vector, np.int64).tobytes())
         total = np.zeros(len(vector), np.int64)
         for rank in range(self._world_size):
-            total += np.frombuffer(self._await(rank, self._ballot(rank, turn), turn, check), np.int64)
+            other = np.frombuffer(self._await(rank, self._ballot(rank, turn), turn, check), np.int64)
+            if len(other) != len(total):
+                raise PeerLost(
+                    f"the ranks are in different agreements: {len(other)} words on rank {rank}, {len(total)} here"
+                )
+            total += other
         return [int(word) for word in total]
 
     def tell(self, data: bytes) -> None:

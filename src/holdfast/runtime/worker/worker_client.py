@@ -501,6 +501,10 @@ class WorkerClient:
         self.send(settled)
 
     def _leave(self, leave: Leave) -> None:
+        # Under another launcher no command prints the reason.
+        if leave.code == Exit.BAD_INPUT and self.local_rank == 0 and self.run_dir is not None:
+            if RunSettings.load(self.run_dir).library:
+                sys.stderr.write(f"holdfast: error: {leave.reason}\n")
         leave_process(leave.code)
 
     def _work(self) -> None:

@@ -22,6 +22,7 @@ from holdfast.errors import PeerLost, StoreWriteError
 from holdfast.session.checkpoints.checkpointer import Checkpointer
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
+from holdfast.session.steps.loop_ends import LoopEnds
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.pause import Pause
 
@@ -37,6 +38,7 @@ class AfterBlock:
         tier: the memory tier of this rank.
         saver: makes the saves.
         pause: makes this rank wait when all ranks have agreed to stop for a moment.
+        ends: the meeting of the ranks at the end of a loop.
 
     Attributes:
         exit_agreed: all ranks have agreed to leave the job.
@@ -50,7 +52,9 @@ class AfterBlock:
         tier: MemoryTier,
         saver: Checkpointer,
         pause: Pause,
+        ends: LoopEnds,
     ) -> None:
+        self.ends = ends
         self.exit_agreed = self.exit_sealed = False
         self._rank = rank
         self._pace = pace
@@ -66,6 +70,7 @@ class AfterBlock:
         If all ranks have agreed to exit, save at once.
         """
         self._tally = tally
+        self.ends.committed()
         if tally.exit:
             self._agree_exit()
 

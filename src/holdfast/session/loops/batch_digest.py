@@ -7,7 +7,9 @@ it drew last: the number of the step, the data position before it, and the diges
 of the rank-local values: it is on the status page from the start of the block, and in each checkpoint. The next
 process of the rank compares its batches with the record. If it runs that step again, it draws the batches anyway. If
 it starts after that step, it reads the batches of that step only for the comparison. This also moves its feed to the
-right position. A block may change its batch in place and then run again. For the second run the batch is drawn again,
+right position. The ranks may be at different positions, if the loader of one rank is shorter and begins again earlier.
+The place of the job has the position of one rank only, so the record also holds this rank's own position after the
+step. A block may change its batch in place and then run again. For the second run the batch is drawn again,
 and this draw is compared as well.
 
 Invariants:
@@ -53,10 +55,11 @@ class Drawn:
         self._rank = rank
         self._expected: Mapping[str, Any] | None = None
         self._loader: Any = None
+        self._loop = -1
 
-    def begin(self, loader: Any) -> None:
-        """Set the loader of the loop that begins, for the text of errors."""
-        self._loader = loader
+    def begin(self, loader: Any, loop: int) -> None:
+        """Set the number of the loop that begins, and its loader for the text of errors."""
+        self._loader, self._loop = loader, loop
 
     def stand_at(self, record: Plain) -> None:
         """Take over the record of the earlier process.
@@ -65,8 +68,10 @@ class Drawn:
         """
         self.record = self._expected = record if isinstance(record, dict) else None
 
-    def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:
-        """Compare and record the batches of ``step``, drawn from position ``before``.
+    def drew(
+        self, step: int, batches: Sequence[Any], before: Mapping[str, int], after: Mapping[str, int]
+    ) -> None:
+        """Compare and record the batches of ``step``, between the positions ``before`` and ``after``.
 
         Raises:
             DataError: other batches were drawn for this step before.
@@ -76,8 +81,31 @@ class Drawn:
         found = [self._digests.digest_batch(batch) for batch in batches]
         self._compare(step, found)
         self.numbered = all(isinstance(batch, int) for batch in batches)
-        self.record = {"step": step, "digests": list(found), "before": dict(before)}
+        self.record = {
+            "step": step,
+            "digests": list(found),
+            "before": dict(before),
+            "after": dict(after),
+            "loop": self._loop,
+        }
         self._expected = self.record
+
+    def position(self, step: int, loop: int) -> dict[str, int] | None:
+        """Return this rank's own position in the data at ``step`` of ``loop``; None if the record does not show it.
+
+        The position is that of the earlier process of this rank.
+        """
+        known = self._expected
+        if known is None or known.get("loop") != loop or known["step"] not in (step, step - 1):
+            return None
+        return dict(known["before"] if known["step"] == step else known["after"])
+
+    def forget(self) -> None:
+        """Drop the record, because the script has left its loop before the block of the step that was drawn.
+
+        The next loop draws another batch for that step.
+        """
+        self.record = self._expected = None
 
     def reread(self, step: int, feed: Feed, load: Callable[[Feed], Sequence[Any]]) -> bool:
         """When a loop begins at ``step``, read the batches of the previous step and compare them, if this is possible.
@@ -98,6 +126,7 @@ class Drawn:
             known is None
             or self._digests is None
             or known["step"] != step - 1
+            or known.get("loop", self._loop) != self._loop  # its loader may be another one
             or feed.local_state() is not None
         ):
             return False

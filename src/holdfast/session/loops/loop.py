@@ -55,6 +55,7 @@ from holdfast.session.loops.script_source import Helper, has_ended, helper, leav
 from holdfast.session.loops.turn_position import IDIOM, TurnPosition
 from holdfast.session.steps.accumulation import AccumulatingFeed, RefilledBatches
 from holdfast.session.steps.batches import Batches
+from holdfast.session.steps.loop_ends import LoopEnds
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.step import Step, StepRunner
 from holdfast.session.variables.update_variables import KEY as OF_UPDATES
@@ -225,6 +226,8 @@ class Loops:
             self.place = {"loop": loop, "at": self._began[0]}
             self._say_what_it_is()
             self.local = dict(self._began[1])
+        elif (own := self._proof.position(int(session.get("step", 0)), loop)) is not None:
+            self.place["at"] = own
         if self._feed is not None:
             self._feed.seek(self.place["at"], self.local.get("loader"))
         self._batches.forget()
@@ -270,18 +273,15 @@ class Loops:
                 self._counts_from_here = counted_from_here(self._rank.step, until, self._first)
             self.pass_over()
             return  # the checkpoint was written in a later loop of the script
+        after_block.ends.opened(loop)
         self._come_in(blocks, loop)
         self._bound = self._end_of(loop, until)
         follows = self.walk.epochs is not None and self.place.get("epochs") == self.walk.epochs
         feed = self._feed = self._open(loader, batches, again=follows)
         data, self._data = self.place.get("data"), self._compare(feed, loop)
-        self._proof.begin(loader)
+        self._proof.begin(loader, loop)
         self._drawn, self._epochs = -1, None if epochs is None else epochs * ((self.walk.epoch or 0) + 1)
-        local: Plain = None
-        if feed is not None and saved_loop == loop:
-            self._seek(feed)
-        elif feed is not None and self.walk.epoch:
-            local = self._follow(feed, epochs, known=follows and data == self._data)
+        local = self._go_to_start(feed, loop, epochs, known=follows and data == self._data)
         if saved_loop < loop:
             self.place = {"loop": loop, "at": None if feed is None else feed.place()}
             self.local = {**self._at_start(blocks), **({} if local is None else {"loader": local})}
@@ -312,7 +312,7 @@ class Loops:
                 raise SystemExit(0)  # the rest of this epoch follows when the job has finished its steps
         except GeneratorExit:
             steps.close()
-            self._note_left(frame_of_script(), around, begun_at, turns, agreed=after_block.exit_agreed)
+            self._note_left(frame_of_script(), around, begun_at, turns, after_block)
             raise
         finally:
             self._out_of_loop()
@@ -355,13 +355,46 @@ class Loops:
         feed.seek(at, local)
         return local
 
+    def _go_to_start(self, feed: Feed | None, loop: int, passes: int | None, *, known: bool) -> Plain:
+        """Move ``feed`` to the position at which this process begins ``loop``. Return the rank-local part of that.
+
+        Args:
+            passes, known: see :meth:`_follow`.
+        """
+        if self.place.get("at") is not None:
+            self.place["at"] = self._own_position(loop, continues=passes is None and bool(self.walk.epoch))
+        if feed is None:
+            return None
+        if self.place["loop"] == loop:
+            self._seek(feed)
+        elif self.walk.epoch:
+            return self._follow(feed, passes, known=known)
+        return None
+
+    def _own_position(self, loop: int, *, continues: bool) -> Mapping[str, int]:
+        """Return the position of this rank in the data of the saved loop, when it begins ``loop``.
+
+        The place of the job has the position of one rank. Another rank may be elsewhere, if its loader is shorter and
+        begins again earlier. The record of its earlier process then shows its own position.
+
+        Args:
+            continues: in this epoch the loop continues where the loop of the epoch before has ended.
+        """
+        step, saved = self._rank.step, self.place["loop"]
+        own = self._proof.position(step, saved)
+        if own is None and continues and saved == loop and step == self._bound[0]:
+            own = self._proof.position(step, loop - 1)
+        at: Mapping[str, int] = self.place["at"]
+        return at if own is None else own
+
     def _at_start(self, blocks: StepRunner) -> dict[str, Plain]:
         """Return the rank-local values at the start of a loop. The state may be saved before its first block.
 
-        They contain the values that the check of the updates has of the loops before.
+        They contain the values that the check of the updates has of the loops before, and the record of the batches.
         """
+        drawn = {} if self._proof.record is None else {"drawn": self._proof.record}
         of_updates = {key: value for key, value in self.local.items() if key == OF_UPDATES}
-        return {**of_updates, **blocks.inputs.of_rank(), **self.mine.entries(self.mine.attached())}
+        return {**drawn, **of_updates, **blocks.inputs.of_rank(), **self.mine.entries(self.mine.attached())}
 
     def finish(self) -> None:
         """When the script ends, record that it does not return to a loop that it has left early.
@@ -374,7 +407,7 @@ class Loops:
             self._rank.moved(ScriptEvent.STRAYED)
 
     def _note_left(
-        self, caller: FrameType, around: Helper | None, first: int, turns: int, *, agreed: bool
+        self, caller: FrameType, around: Helper | None, first: int, turns: int, after_block: AfterBlock
     ) -> None:
         """Record that the script has left the open loop in ``caller``.
 
@@ -382,15 +415,19 @@ class Loops:
             around: the generator of the script around the steps.
             first: step at which this process began the loop.
             turns: turns that the loop has taken in this process.
-            agreed: all ranks have agreed to leave.
+            after_block: the work after a block. If all ranks have agreed to leave the job, they do not meet here.
         """
         self._left_behind = self._given, ""
-        if agreed:
+        if self._given is not None and not self._given.entered:
+            self._proof.forget()
+        if after_block.exit_agreed:
             return
         if around is not None and has_ended(around, caller):
             self._left_behind = self._given, around.has_counted(first, turns, self._rank.step - first)
         if self.walk.inside:
             self._leave(certain=leaves(caller))
+        if not (self.walk.several or self._rank.script.by_framework):
+            after_block.ends.left(waits=leaves(caller))
 
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
@@ -593,6 +630,8 @@ class Loops:
     ) -> Generator[Step, None, None]:
         while True:
             if after_block.exit_agreed or self._is_over(end) or not self._draw():
+                if not (after_block.exit_agreed or self._meet_at_end(end, after_block.ends)):
+                    continue
                 if self._rank.leave_loop():
                     return
                 continue  # a recovery came first: the job may have gone back into this loop
@@ -622,6 +661,15 @@ class Loops:
                     hint="keep there what the rank cannot make again (positions, seeds, sums), large values in a file",
                 )
 
+    def _meet_at_end(self, end: int | None, ends: LoopEnds) -> bool:
+        """Meet the other ranks at the end of the loop. Return False if the job has gone back into the loop."""
+        if self.walk.several:
+            return True
+        if self._is_over(end):
+            ends.left(waits=False)
+            return True
+        return ends.exhausted(self._rank.step - self._bound[0])
+
     def _draw(self) -> bool:
         """Draw the batches of this step, one for each rank whose work this rank does.
 
@@ -632,7 +680,7 @@ class Loops:
         before = {} if self._feed is None else self._feed.place()
         batches = [None] if self._feed is None else self._load(self._feed)
         if batches and self._feed is not None:
-            self._proof.drew(self._rank.step, batches, before)
+            self._proof.drew(self._rank.step, batches, before, self._feed.place())
         if batches:
             self._batches.put(batches)
             self._part, self._drawn = 0, self._rank.step
@@ -654,7 +702,7 @@ class Loops:
                 f"step {self._rank.step}: the loader does not draw the same batch again",
                 hint="leave the batch as it is in the block: labels = batch['labels'], x = x * 2 in place of x.mul_(2)",
             )
-        self._proof.drew(self._rank.step, batches, self.place["at"])
+        self._proof.drew(self._rank.step, batches, self.place["at"], feed.place())
         self._batches.again(batches)
 
     def batch_of(self, copy: int) -> Any:

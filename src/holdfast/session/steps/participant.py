@@ -254,6 +254,7 @@ class StepParticipant:
                     freed_ns=freed_ns,
                     kept=self._tasks.calls.kept(),
                     outside=self._tasks.calls.outside(),
+                    loop=self._tasks.calls.loop(),
                 )
                 self.client.send(answer)
             case BreakCollectives() if self.client is not None:

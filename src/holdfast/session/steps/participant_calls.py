@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from holdfast.core.protocol.messages import OutsideCollectives
+from holdfast.core.protocol.messages import LoopPlace, OutsideCollectives
 from holdfast.core.worker.decision_orders import CarryOut, RefuseOrder
 
 
@@ -24,4 +24,7 @@ class ParticipantCalls(NamedTuple):
     kept: Callable[[], tuple[int, ...]] = tuple  # steps whose state of this rank is in the memory tier
     # The collectives that the script has made since the last block, outside of blocks; None: it has made none.
     outside: Callable[[], OutsideCollectives | None] = lambda: None
+    loop: Callable[[], LoopPlace | None] = lambda: (
+        None
+    )  # the place in the newest loop; None: it has begun none
     joined: Callable[[int], object] = lambda step: None  # main thread of a newcomer: it joins at this step

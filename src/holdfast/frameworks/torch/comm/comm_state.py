@@ -37,6 +37,7 @@ from holdfast.frameworks.common.adapter import Aborted, OnCollective, Unsevered
 from holdfast.frameworks.torch.comm.group_numbers import GroupChange, GroupKey, GroupNumbers
 from holdfast.frameworks.torch.comm.nccl_abort import Abort, Abortable
 from holdfast.frameworks.torch.comm.setup_record import place_in_script_of_call
+from holdfast.frameworks.torch.comm.vote_lengths import sum_of_equal_lengths
 from holdfast.runtime.node.flight_recorder import Flight
 from holdfast.runtime.node.shm_allreduce import SharedMemoryAllReduce
 
@@ -701,7 +702,10 @@ class CommState:
             self._refuse_vote()
         board = self.board()
         try:
-            sums = self._sum_by_group(vector) if board is None else board.reduce(vector, self._refuse_vote)
+            if board is None:
+                sums = sum_of_equal_lengths(vector, self._sum_by_group)
+            else:
+                sums = board.reduce(vector, self._refuse_vote)
         except (RuntimeError, PeerLost) as error:
             self.broke("vote", error, epoch)
             raise PeerLost(f"the vote broke: {_first_line(error)}") from error
