@@ -24,6 +24,7 @@ from holdfast.frameworks.torch.state.boxes import flat_bytes, overwrite
 from holdfast.frameworks.torch.state.parameter_names import BufferSlot, Names
 from holdfast.frameworks.torch.state.wrapper_reset import instances
 from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX
+from holdfast.store.layouts.layout import SAME_MODEL
 
 
 class BufferSync:
@@ -108,6 +109,6 @@ def _shared(source: int, packed: torch.Tensor) -> torch.Tensor:
     if len(data) != packed.numel():
         raise StateError(
             f"the buffers of rank {source} take {len(data)} bytes, those of rank {dist.get_rank()} {packed.numel()}",
-            hint="build the same model on every rank",
+            hint=SAME_MODEL,
         )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
