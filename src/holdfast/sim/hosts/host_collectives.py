@@ -24,6 +24,7 @@ class HostCollectivesScene(CollectivesScene, Protocol):
 
     network: Network
 
+    def is_steady(self, node_id: NodeId) -> bool: ...
     @property
     def workers(self) -> Mapping[MemberId, Voter]: ...
 
@@ -55,10 +56,19 @@ class HostCollectives(Collectives):
         super().vote(worker, ballot, number)
         if group.broken or ballot.between or group.round(number).tally is None:
             return
-        if group.generation < self._newest:
+        if group.generation < self._newest and not self._woke_alone(group):
             text = f"step {ballot.step} passes in generation {group.generation}, {self._newest} trains"
             raise Violation("one_side_trains", text)
-        self._newest = group.generation
+        self._newest = max(group.generation, self._newest)
+
+    def _woke_alone(self, group: SimGroup) -> bool:
+        """Return True if all ranks of ``group`` are on one host that was paused.
+
+        They need no other host for a step. So they make steps after the pause until their agent hears of the leader
+        that has given them up.
+        """
+        hosts = {self.scene.workers[member].node_id for member in group.members}
+        return len(hosts) == 1 and not self.scene.is_steady(*hosts)
 
     def loss(self, member_id: MemberId) -> tuple[Contribution, ...]:
         """Return the gradients that the last update of a member has used, one entry per rank, ordered by rank."""

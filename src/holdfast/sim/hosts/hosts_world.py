@@ -156,6 +156,10 @@ class HostsWorld(World):
         """Return the present reading of CLOCK_MONOTONIC on a host, in seconds."""
         return self.hosts[node_id].reads(self.now)
 
+    def is_steady(self, node_id: NodeId) -> bool:
+        """Return True if no fault has delayed the processes, the timers or the syncs of a host."""
+        return self.hosts[node_id].is_steady
+
     def is_up(self, node_id: NodeId) -> bool:
         """Return True if a host has power."""
         return self.hosts[node_id].is_up

@@ -65,8 +65,12 @@ class End:
             self._connection.send(self._side, None)
 
     def vanish(self) -> None:
-        """Close this end without notifying the other side, because the host has lost power."""
+        """Close this end without notifying the other side, because the host has lost power.
+
+        What the kernel of the host has kept is lost.
+        """
         self.open = False
+        self._connection.forget(self._side)
 
     def drop(self) -> None:
         """Close this end because the kernel or the other side has closed the connection, and call ``on_closed``."""
@@ -101,6 +105,10 @@ class Connection:
             self._held[side].append(sent)
             return
         self._travel(side, sent, self._network.delay_s())
+
+    def forget(self, side: int) -> None:
+        """Drop the messages that are held back in the direction from the end with the number ``side``."""
+        self._held[side].clear()
 
     def retry(self) -> None:
         """If a blocked direction works again, send the messages that were held back in that direction, in order."""
