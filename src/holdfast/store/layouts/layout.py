@@ -72,11 +72,6 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
     "C64": 8,
 }
 """Element size in bytes by dtype name; the names are those of the safetensors format."""
-SAME_MODEL = (
-    "build the same model on every rank; a table (a buffer) that grows with the longest batch must have its largest "
-    "size before the training"
-)
-"""The hint of an error about tensors whose sizes differ between ranks."""
 
 
 class TensorMeta(msgspec.Struct, frozen=True, order=True):
@@ -470,8 +465,7 @@ class _Join:
                 if kept[:2] != (row.dtype, row.shape):
                     raise StateError(
                         f"tensor {row.fqn!r}: rank {kept[2]} declares {kept[0]} {list(kept[1])}, "
-                        f"rank {members[0].rank} declares {row.dtype} {list(row.shape)}",
-                        hint=SAME_MODEL,
+                        f"rank {members[0].rank} declares {row.dtype} {list(row.shape)}"
                     )
                 uses.setdefault(row.fqn, set()).add((number, row.place))
         grids: dict[tuple[frozenset[tuple[int, int]], Shape], Grid] = {}

@@ -24,7 +24,6 @@ from holdfast.frameworks.torch.state.boxes import flat_bytes, overwrite
 from holdfast.frameworks.torch.state.parameter_names import BufferSlot, Names
 from holdfast.frameworks.torch.state.wrapper_reset import instances
 from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX
-from holdfast.store.layouts.layout import SAME_MODEL
 
 
 class BufferSync:
@@ -109,6 +108,7 @@ def _shared(source: int, packed: torch.Tensor) -> torch.Tensor:
     if len(data) != packed.numel():
         raise StateError(
             f"the buffers of rank {source} take {len(data)} bytes, those of rank {dist.get_rank()} {packed.numel()}",
-            hint=SAME_MODEL,
+            hint="build the same model on every rank; a table (a buffer) that grows with the longest batch must have "
+            "its largest size before the training",
         )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
