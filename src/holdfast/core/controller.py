@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.core.config import Config
 from holdfast.core.decide.stop_policy import Failure
-from holdfast.core.ids import EVERYBODY, NO_GENERATION, MemberId
+from holdfast.core.ids import EVERYBODY
 from holdfast.core.job.departure import Departures
 from holdfast.core.job.failed_devices import certainty
 from holdfast.core.job.fault import FaultKind
@@ -115,8 +115,9 @@ class Controller:
         self.stragglers = Stragglers(self.job, self.recovery)
         self.corruption = Corruption(self.job, self.recovery)
         self.once = MadeOnce(self.job, past)
-        # The newest end of a loop at which a rank waits: generation, loop, step, and the member that reported first.
-        self._loop_end = (NO_GENERATION, -1, -1, MemberId(0))
+        self._loop_end: LoopEnded | None = (
+            None  # the first report of the newest end of a loop at which a rank waits
+        )
 
     def start(self, now: float) -> list[Command]:
         """Return the first commands of this controller, before any event."""
@@ -274,10 +275,10 @@ class Controller:
         job = self.job
         if event.generation != job.roster.generation or not self.recovery.rules.trains:
             return
-        place = (event.generation, event.loop, event.step)
-        if place != self._loop_end[:-1]:
-            self._loop_end = (*place, member.member_id)
-        if self._loop_end[-1] != member.member_id:
+        first = self._loop_end
+        if first is None or msgspec.structs.replace(event, member_id=first.member_id) != first:
+            self._loop_end = event
+        elif event != first:
             return
         for living in job.roster.living:
             seen = LoopEndSeen(

@@ -106,6 +106,8 @@ class Moves(NamedTuple):
     target: ScriptPosition | None
 
 
+BESIDE_BLOCK = (P.BEFORE_BLOCK, P.AFTER_BLOCK)
+"""The positions in the body of a loop over steps, outside of the block."""
 _OUT_OF_BLOCK = tuple(p for p in P if p is not P.IN_BLOCK)
 _SINCE_A_LOOP = tuple(p for p in P if p is not P.OUTSIDE)
 

@@ -150,11 +150,6 @@ class Driver:
         if isinstance(event, Tick) and setting not in (0, self._settings[event.name]):
             return  # the machine has set or cancelled the timer since it fired
         commands = self.machine.start(now) if event is None else self.machine.handle(now, event)
-        for command in commands:
-            if isinstance(command, SetTimer | CancelTimer):
-                self._cancel_timer(
-                    command.name
-                )  # now, not after the sync: the machine has no use for the old one
         records = [command for command in commands if isinstance(command, LogRecord)]
         durable = any(not isinstance(command, LogRecord | SetTimer | CancelTimer) for command in commands)
         beside = durable and bool(records) and self._sync is not None
@@ -162,6 +157,9 @@ class Driver:
             last = index == len(records) - 1
             self._journal.append(record.kind, record.data, durable=durable and last and not beside)
         if beside and self._sync is not None:
+            for command in commands:  # during the sync, the machine has no use for the old timers
+                if isinstance(command, SetTimer | CancelTimer):
+                    self._cancel_timer(command.name)
             self._syncing = asyncio.get_running_loop().run_in_executor(None, self._sync)
             self._syncing.add_done_callback(lambda synced: self._synced(synced, commands))
         else:

@@ -135,7 +135,7 @@ class WorkerClient:
         self._repeated: dict[type[Message], Message] = {}
         self._requests: dict[int, _KvRequest] = {}
         self._numbers = itertools.count(1)
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._closing = False
         self._channel: BlockingChannel[WireMessage] | None = None
         self._wake_read, self._wake_write = -1, -1
@@ -217,7 +217,7 @@ class WorkerClient:
         """
         self._handlers[kind] = cast(Callable[[Message], None], handler)
 
-    def run_task(self, task: Callable[[], None]) -> None:
+    def run_task(self, task: Callable[[], object]) -> None:
         """Run ``task`` in the task thread, after the earlier tasks."""
         self._tasks.put(task)
 

@@ -28,11 +28,10 @@ from functools import partial
 from holdfast.core.ids import NO_GENERATION
 from holdfast.core.protocol.messages import LoopEnded, LoopEndSeen, LoopPlace
 from holdfast.core.protocol.status_page import PageFlag
-from holdfast.core.worker.position import ScriptPosition
+from holdfast.core.worker.position import BESIDE_BLOCK
 from holdfast.session.steps.participant import StepParticipant
 
 REPORT_S = 1.0  # a rank reports its place after this time; the time is doubled after each report
-_OUTSIDE_BLOCK = (ScriptPosition.BEFORE_BLOCK, ScriptPosition.AFTER_BLOCK)
 WAIT_S = 300.0  # a wait that has lasted this long begins again
 
 
@@ -124,10 +123,6 @@ class LoopEnds:
                 client.kv("delete", before)
         return True
 
-    def _count(self, loop: int) -> None:
-        """Count this rank at the end of ``loop``. Called in the task thread."""
-        self._arrive(loop)
-
     def _wait(self) -> bool:
         """Wait until all ranks have counted themselves. Return True if a fence has ended the wait."""
         rank, keys, error = self._rank, self._keys, "timeout"
@@ -183,8 +178,8 @@ class LoopEnds:
             if ended != (rank.machine.generation, place.loop, rank.step):
                 return
             if rank.state == "ready":
-                if rank.script.position in _OUTSIDE_BLOCK and rank.client.page.flight.waits():
-                    rank.client.run_task(partial(self._count, place.loop))
+                if rank.script.position in BESIDE_BLOCK and rank.client.page.flight.waits():
+                    rank.client.run_task(partial(self._arrive, place.loop))
                 return
             self._peer = None
         rank.fault_seen(f"rank {peer.rank} has no batch for step {peer.step}, and this rank has one")

@@ -32,7 +32,7 @@ from holdfast.core.protocol.messages import (
     OutsideCollective,
     OutsideCollectives,
 )
-from holdfast.core.worker.position import ScriptEvent, ScriptPosition
+from holdfast.core.worker.position import BESIDE_BLOCK, ScriptEvent
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
@@ -46,7 +46,6 @@ log = logging.getLogger("holdfast")
 BARRIER = "barrier"
 NAME_LENGTH_MAX = 40
 WHAT_LENGTH_MAX = 120
-_BETWEEN = (ScriptPosition.BEFORE_BLOCK, ScriptPosition.AFTER_BLOCK)
 WHY = "a collective between two steps, which a newcomer cannot make alone"
 
 
@@ -72,7 +71,7 @@ class CollectiveGuard:
         script = self._rank.script
         if script.rules.guarded and (what != BARRIER or not script.repeats):
             self._check()
-        if joint and script.position in _BETWEEN and threading.get_ident() == self._thread:
+        if joint and script.position in BESIDE_BLOCK and threading.get_ident() == self._thread:
             self._record(what)
         self._rank.count_collective(count)
 

@@ -183,14 +183,17 @@ class HostChecks(Checks):
         first rank it needs no majority: nothing is trained, and a user may leave while hosts are missing. A recovery
         also ends, with ``resumed``, when all ranks have finished: then nothing is trained either.
         """
-        training = any(w.alive and w.machine.state != "finished" for w in self.scene.seated.values())
-        if process.alone and kind in TRAINS and (training or kind != "resumed"):
+        if process.alone and kind in TRAINS and not (kind == "resumed" and self._is_done()):
             raise Violation("a_minority_only_saves", f"{process.host} is alone and writes {kind}")
         if kind in EXITS and not self.exit_asked:
             raise Violation("an_exit_is_asked_for", f"{process.host} writes {kind}, no user has asked")
         begins = kind == "exit_requested" and not process.past.seats
         if not process.alone and kind in OF_THE_JOB and not begins and self._hosts.is_cut_off(process.host):
             raise Violation("a_majority_decides", f"{process.host} writes {kind}, it hears no majority")
+
+    def _is_done(self) -> bool:
+        """Return True if no living rank has steps left."""
+        return all(w.machine.state == "finished" for w in self.scene.seated.values() if w.alive)
 
     def sends(self, process: DecidingProcess, message: Message) -> None:
         """Check the invariants when a controller sends an order to a process."""

@@ -6,7 +6,7 @@ The driver writes the event-log records of an event to the log before it execute
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -65,7 +65,7 @@ class SimDriver:
         self._fail = fail
         self._events: deque[tuple[float, Message | None, int]] = deque()
         self._busy = self._syncing = self._closed = False
-        self._timers: dict[str, int] = {}
+        self._timers: Counter[str] = Counter()  # how often each timer was set or cancelled
 
     def start(self) -> None:
         """Start the state machine."""
@@ -99,12 +99,9 @@ class SimDriver:
             self._busy = False
 
     def _step(self, now: float, event: Message | None, token: int) -> None:
-        if isinstance(event, Tick) and token not in (0, self._timers.get(event.name)):
+        if isinstance(event, Tick) and token not in (0, self._timers[event.name]):
             return  # the machine has set or cancelled the timer since it fired
         commands = self._machine.start(now) if event is None else self._machine.handle(now, event)
-        for command in commands:
-            if isinstance(command, SetTimer | CancelTimer):
-                self._timers[command.name] = self._timers.get(command.name, 0) + 1
         self._machine.check()
         records = [command for command in commands if isinstance(command, LogRecord)]
         for record in records:
@@ -112,6 +109,7 @@ class SimDriver:
         effects = any(not isinstance(command, LogRecord | SetTimer | CancelTimer) for command in commands)
         if records and effects and self.sync_s is not None:
             self._syncing = True
+            self._timers.update(c.name for c in commands if isinstance(c, SetTimer | CancelTimer))
             self._scene.later_on(
                 self._host, self.sync_s(), f"{self._name} synced", partial(self._on_disk, commands)
             )
@@ -138,8 +136,8 @@ class SimDriver:
             if self._closed:
                 return
             if isinstance(command, SetTimer):
-                token = self._timers[command.name] = self._timers[command.name] + 1
-                fire = partial(self._fire, command.name, token)
+                self._timers[command.name] += 1
+                fire = partial(self._fire, command.name, self._timers[command.name])
                 self._scene.later_on(self._host, command.delay_s, f"tick {self._name} {command.name}", fire)
             elif isinstance(command, CancelTimer):
                 self._timers[command.name] += 1
@@ -147,5 +145,5 @@ class SimDriver:
                 self._execute(command)
 
     def _fire(self, name: str, token: int) -> None:
-        if self._timers.get(name) == token:
+        if self._timers[name] == token:
             self._take(Tick(name=name), token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import xxhash
 from holdfast.frameworks.common.optional_abilities import TRAINED
 from holdfast.frameworks.torch.state.boxes import writes_of
 from holdfast.frameworks.torch.state.optimizer_state import hyperparameters
-from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
+from holdfast.frameworks.torch.state.parameter_names import BufferSlot, Models, modules_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.frameworks.torch.steps.impurity_witness import Witness
@@ -24,10 +24,7 @@ def found_by(state: TorchState) -> dict[str, int]:
     Keys are descriptions of the values. A run without effect restores this state, so the next run must find the same
     digests. Of a table that grows with the longest batch, the part of its first size counts. Waits for the device.
     """
-    found = dict(_settings_in(state))
-    for slot in state.names.buffers:
-        if (first := slot.first_part()) is not None:
-            found[f"buffer {slot.fqn}"] = digest_of_tensor(first)
+    found = {**dict(_settings_in(state)), **dict(_buffers_in(state, BufferSlot.first_part))}
     for name, scheduler in state.schedulers.items():
         found[f"scheduler {name!r}"] = digest_of_value(scheduler.state_dict())
     for name, item in state.plain_extras().items():
@@ -46,10 +43,12 @@ def _settings_in(state: TorchState) -> Iterator[tuple[str, int]]:
                 yield f"{key} of group {number} of optimizer {name!r}", digest_of_value(value)
 
 
-def _buffers_in(state: TorchState) -> Iterator[tuple[str, int]]:
-    """Yield a description and a digest of each buffer."""
+def _buffers_in(
+    state: TorchState, part: Callable[[BufferSlot], torch.Tensor | None] = BufferSlot.get
+) -> Iterator[tuple[str, int]]:
+    """Yield a description and a digest of each buffer, or of the ``part`` of it that counts."""
     for slot in state.names.buffers:
-        live = slot.get()
+        live = part(slot)
         if live is not None:
             yield f"buffer {slot.fqn}", digest_of_tensor(live)
 
