@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import linecache
+import math
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from torch import nn
 
 from holdfast.runtime.worker.script_frames import values_of
 from holdfast.session.session import Session
-from holdfast.session.variables.called_bodies import CallWithBody
+from holdfast.session.variables.called_bodies import CallWithBody, instance_of
 from holdfast.session.variables.deciding_variables import (
     deciding_variables,
     placed_variables,
@@ -431,6 +432,27 @@ for step in steps:
         loss.backward()
         optimizer.step()
 """
+
+
+def test_the_attributes_of_an_object_are_read_without_its_own_code() -> None:
+    """``torch.distributed.reduce_op`` warns about each access of an attribute."""
+
+    class Warns:
+        """An object that is not to be asked."""
+
+        def __init__(self) -> None:
+            self.count = 3
+
+        def __getattribute__(self, name: str) -> object:
+            raise AssertionError(f"{name} was asked for")
+
+    class Slots:
+        """An object without a dict of attributes."""
+
+        __slots__ = ()
+
+    assert instance_of(Warns()) == {"count": 3}
+    assert instance_of(Slots()) == {} and "pi" in instance_of(math)
 
 
 def test_reads_of_settings_do_not_take_the_bodies_of_calls(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ import textwrap
 import tokenize
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import ClassVar, NamedTuple, cast
@@ -485,13 +486,16 @@ def static_of(holder: object, attribute: str) -> object:
     found = instance_of(holder).get(attribute)
     if found is not None:
         return found
-    kind = holder if isinstance(holder, type) else type(holder)
+    kind = cast("type", holder) if issubclass(type(holder), type) else type(holder)
     return next((vars(base)[attribute] for base in kind.__mro__ if attribute in vars(base)), None)
 
 
 def instance_of(holder: object) -> dict[str, object]:
-    """Return the attributes of an object, and the modules that a torch module holds."""
-    attributes = {} if isinstance(holder, type) else getattr(holder, "__dict__", {})
+    """Return the attributes of an object, and the modules that a torch module holds, without running its code."""
+    attributes: dict[str, object] = {}
+    if not issubclass(type(holder), type):  # isinstance would ask the object for its class
+        with suppress(AttributeError):  # it has slots only
+            attributes = object.__getattribute__(holder, "__dict__")
     modules = attributes.get("_modules")
     return {**modules, **attributes} if isinstance(modules, dict) else attributes
 
