@@ -568,6 +568,7 @@ class TorchAdapter:
         self.trains_alone = self.trains_alone and self._fabric.collectives == self._counted
         self._fabric.note_wait()
         self._devices.order()
+        self._snapshot.note_tables()
         self._sync.run()
         self._snapshot.averages.settle()
         self._devices.wait()

@@ -225,6 +225,18 @@ class _Bodies(ast.NodeTransformer):
                 return value if isinstance(value, bool) else None
         return None
 
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        self.generic_visit(node)
+        match node.value:
+            case ast.Call(
+                func=ast.Attribute(attr="register_buffer", value=owner),
+                args=[ast.Constant(value=str(name)), value, *_],
+            ):
+                return ast.copy_location(
+                    ast.Assign(targets=[ast.Attribute(owner, name, ast.Store())], value=value), node
+                )
+        return node
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         getter = _getter(node, self._place)

@@ -26,6 +26,7 @@ from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_frames import position_of, values_of
 from holdfast.session.variables.deciding_variables import VARIABLES_MAX
+from holdfast.session.variables.growing_tables import in_message
 from holdfast.session.variables.unassigned_variables import NotAssigned
 from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue
 
@@ -187,4 +188,4 @@ def shown(values: Mapping[str, PlainValue], names: Iterable[str] | None = None) 
         names: the variables to show; None means all.
     """
     chosen = list(values if names is None else names)[:VARIABLES_MAX]
-    return ", ".join(f"{name} = {values[name]!r}" for name in chosen)
+    return ", ".join(f"{name} = {in_message(values[name])!r}" for name in chosen)

@@ -7,7 +7,8 @@ its first update. If a digest is that of the first update of the job, and a late
 begun the variable again (``variable_history.py``).
 
 Containers of objects (``[Meter() for _ in range(3)]``) have a digest of the plain values in the attributes of these
-objects, and of the tensors and arrays there.
+objects, and of the tensors and arrays there. Tables that the script only makes larger have digests of their first parts
+(``growing_tables.py``).
 
 The ranks do not compare these digests, because the digests of two ranks may be of different steps.
 """
@@ -20,6 +21,7 @@ from itertools import islice
 from types import FunctionType, ModuleType
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.session.variables.growing_tables import first_parts
 from holdfast.session.variables.look_schedule import LOOKS, number_of_look
 from holdfast.session.variables.plain_values import CONTAINERS
 from holdfast.session.variables.variable_history import PlainValue
@@ -35,11 +37,16 @@ class RareDigests:
 
     Args:
         source: the adapter; None if it cannot digest values.
+
+    Attributes:
+        tables: the dimensions of tables that the script only makes larger, by name.
     """
 
     def __init__(self, source: DescribesUpdates | None) -> None:
+        self.tables: dict[str, frozenset[int]] = {}
         self._source = source
         self._updates = 0  # committed in this process
+        self._parts: dict[str, tuple[object, str]] = {}  # form and text of each table
         self._newest: dict[str, int | None] = {}  # None: the value has no digest
 
     def committed(self) -> None:
@@ -63,10 +70,26 @@ class RareDigests:
         """
         found = dict(plain)
         for name, value in values.items():
-            digest = self._digest(name, value, fresh=fresh) if _is_rare(value, plain.get(name)) else None
+            rare = name not in self.tables and _is_rare(value, plain.get(name))
+            digest = self._digest(name, value, fresh=fresh) if rare else None
             if digest is not None:
                 found[name] = f"{plain.get(name, 'a tensor')} with checksum {digest & 0xFFFFFFFF:08x}"
+            elif (
+                name in self.tables
+                and (parts := self._first_parts(name, value, plain.get(name), fresh=fresh)) is not None
+            ):
+                found[name] = parts
         return found
+
+    def _first_parts(self, name: str, value: object, content: object, *, fresh: bool) -> str | None:
+        """Return the text for a table. ``content``: the text of its whole content if that is read at each update."""
+        form = getattr(value, "shape", None), content
+        before, text = self._parts.pop(name, (None, None))
+        if fresh or form != before:
+            text = None if self._source is None else first_parts(value, self.tables[name], self._source)
+        if text is not None:
+            self._parts[name] = form, text
+        return text
 
     def _digest(self, name: str, value: object, *, fresh: bool) -> int | None:
         if self._source is None:

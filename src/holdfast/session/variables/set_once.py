@@ -112,7 +112,7 @@ class _OnceSearch:
                 self.run(node.body)
             case ast.Call():
                 self.run(list(ast.iter_child_nodes(node)))
-                if _is_collective(node):
+                if is_collective(node):
                     self._summed |= names_in(_output(node))
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
                 self.run(list(ast.iter_child_nodes(node)))
@@ -130,7 +130,7 @@ class _OnceSearch:
         (self.once if once else self.others).update(names)
         if _is_handle(value):
             return
-        if any(map(_is_collective, ast.walk(value))) or self._is_summed(names_in([value])):
+        if any(map(is_collective, ast.walk(value))) or self._is_summed(names_in([value])):
             self._summed |= names
             if once:
                 self.sums |= names
@@ -146,7 +146,8 @@ class _OnceSearch:
         return any(not self._summed.isdisjoint((name, *owners_of(name))) for name in names)
 
 
-def _is_collective(node: ast.AST) -> bool:
+def is_collective(node: ast.AST) -> bool:
+    """Return whether ``node`` is a call of a collective. A call of a function of the script is none."""
     match node:
         case CallWithBody():
             return False  # its body has the collective
@@ -160,7 +161,7 @@ def _is_handle(value: ast.expr) -> bool:
 
     The search ignores such a call, because a ``wait()`` in a later block is refused.
     """
-    calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and _is_collective(node))
+    calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and is_collective(node))
     return any(
         each.arg == "async_op" and not _is_false(each.value) for call in calls for each in call.keywords
     )

@@ -11,8 +11,8 @@ the state shows it. The source is searched for such variables, and their values 
   newest step of the job (``variable_history.py``);
 - with the rank-local values, if the ranks have different values. The rank-local values hold the values of each rank
   at the same two steps. Arrays that only some steps fill are often the data of one rank, so they are only compared in
-  this way. The same applies to a variable that has an object where it was None before (``teacher = None``). Only the
-  presence of such an object is compared;
+  this way. The same applies to tables that grow with the longest batch (``growing_tables.py``), and to a variable that
+  has an object where it was None before (``teacher = None``). Only the presence of such an object is compared;
 - with the rank-local values, at the end of the first step that has changed a variable. At the update of that step the
   variable still has its initial value.
 
@@ -26,7 +26,7 @@ Invariant: after the values have differed between ranks, each rank is compared o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import numpy as np
@@ -44,6 +44,7 @@ from holdfast.session.variables.deciding_variables import (
     places_in_script,
     stores,
 )
+from holdfast.session.variables.growing_tables import growing_tables
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
@@ -58,7 +59,7 @@ from holdfast.session.variables.plain_values import (
 from holdfast.session.variables.rare_digests import RareDigests
 from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.set_once import set_once
-from holdfast.session.variables.variable_history import Names, PlainValue, VariableHistory, is_array
+from holdfast.session.variables.variable_history import Names, PlainValue, VariableHistory, is_array, is_same
 
 log = logging.getLogger("holdfast")
 
@@ -157,12 +158,18 @@ class UpdateVariables:
         places = places_in_script()
         state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
         placed = placed_variables(places, update=True, state=state)
-        found = self._undeclared(placed, places)
+        tables = {n for depth in range(len(places)) for n in growing_tables(places[: depth + 1]).tables}
+        found = self._undeclared(placed, places, tables)
         self._names.update(found)
         self._partly |= found.keys() & {each.name for each in placed if each.partly}
-        for name, (at, _) in found.items():
-            once = set_once(places[: places.index(at) + 1])
-            if name in once:
+        for name, (at, _) in list(found.items()):
+            around = places[: places.index(at) + 1]
+            growing, once = growing_tables(around), set_once(around)
+            if name in growing.tables:
+                self._rare.tables[name] = growing.tables[name]
+            elif name in growing.sizes or not growing.tables.keys().isdisjoint(owners_of(name)):
+                del self._names[name]
+            elif name in once:
                 self.set_once[name] = once[name]
         if self._warns:
             self._file_names.update(self._undeclared(file_variables(places), places))
@@ -173,10 +180,17 @@ class UpdateVariables:
             if self._is_of_user(each.name, each.place, kept)
         }
 
-    def _undeclared(self, found: Iterable[PlacedVariable], places: Places) -> Names:
-        """Return the variables in ``found`` that are new and not state of the session: the names with their places."""
-        new = (each for each in found if each.name not in self._names)
-        return {each.name: (each.place, places) for each in self.without_state(new)}
+    def _undeclared(
+        self, found: Iterable[PlacedVariable], places: Places, tables: Set[str] = frozenset()
+    ) -> Names:
+        """Return the variables in ``found`` that are new and not state of the session: the names with their places.
+
+        Args:
+            tables: names of tables that the script only makes larger. The state has their first part alone.
+        """
+        new = [each for each in found if each.name not in self._names]
+        undeclared = {each.name for each in self.without_state(new)} | tables
+        return {each.name: (each.place, places) for each in new if each.name in undeclared}
 
     def without_state(self, found: Iterable[PlacedVariable]) -> list[PlacedVariable]:
         """Return the variables in ``found`` that are not state of the session."""
@@ -232,7 +246,8 @@ class UpdateVariables:
             name: value
             for name, value in values.items()
             # An array that some steps fill is often the data of one rank.
-            if name not in self._partly or isinstance(found[name], PlainValue | np.generic | None)
+            if name not in self._rare.tables
+            and (name not in self._partly or isinstance(found[name], PlainValue | np.generic | None))
         }
         self._warn("the updates depend on", self._names, every)
         if self.again and not joins:
@@ -281,7 +296,7 @@ class UpdateVariables:
 
     def _warn(self, what: str, names: Names, values: Mapping[str, PlainValue]) -> None:
         """Warn of the variables that have changed in this process. Unchanged variables may be settings or caches."""
-        changed = [name for name, value in values.items() if self._began.setdefault(name, value) != value]
+        changed = [n for n, value in values.items() if not is_same(self._began.setdefault(n, value), value)]
         new = [name for name in changed if name not in self._told | self._partly] if self._warns else []
         new = [name for name in new if not self._keeps(name, names[name][0])]
         if new:

@@ -24,6 +24,7 @@ from collections.abc import Container, Mapping, Set
 from typing import Any, NamedTuple
 
 from holdfast.session.variables.deciding_variables import Places, counts, filled, lasting_variables
+from holdfast.session.variables.growing_tables import TABLE, agree
 
 PlainValue = bool | int | float | str
 Names = Mapping[str, tuple[tuple[str, int], Places]]
@@ -41,6 +42,16 @@ ARRAYS = ("an array ", "a tensor ")
 def is_array(value: PlainValue) -> bool:
     """Return whether ``value`` is the text that stands for an array or a tensor."""
     return isinstance(value, str) and value.startswith(ARRAYS)
+
+
+def is_same(before: PlainValue, now: PlainValue) -> bool:
+    """Return whether two values of a variable count as one value.
+
+    Two tables do if their common first parts are equal. A table was no table before the script has made it.
+    """
+    if isinstance(now, str) and now.startswith(TABLE):
+        return not isinstance(before, str) or not before.startswith(TABLE) or agree(before, now)
+    return before == now
 
 
 class _Record(NamedTuple):
@@ -144,6 +155,8 @@ class VariableHistory:
 
     def _has_begun_again(self, name: str, value: PlainValue, places: Places) -> bool:
         before = self.newest.get(name, value)
+        if isinstance(value, str) and value.startswith(TABLE):
+            return not is_same(before, value)
         if type(value) is type(before) is int and value < before and name in counts(places):
             return True
         may_begin = self._record.ended and name not in lasting_variables(places)

@@ -41,6 +41,7 @@ class BufferCopies:
 
     def __init__(self, slots: tuple[BufferSlot, ...], other: BufferCopies | None = None) -> None:
         self._slots = slots
+        self._tables = tuple(slot for slot in slots if not slot.persistent)
         self._other = other
         self._kept: dict[str, _Kept] = {}
         if other is not None:
@@ -76,6 +77,17 @@ class BufferCopies:
             return _Kept(live, Mark(live), live.detach().clone())
         kept.copy.copy_(live)
         return kept._replace(mark=Mark(live))
+
+    def stretched(self) -> set[str]:
+        """Return the names of tables that have grown since the copy, and whose first part is not the same any more."""
+        found: set[str] = set()
+        for slot in self._tables:
+            kept, live = self._kept.get(slot.fqn), slot.get()
+            if kept is not None and live is not None and live.shape != kept.copy.shape:
+                parts = slot.cut(kept.copy), slot.cut(live)
+                if parts[0].shape != parts[1].shape or not torch.equal(*parts):
+                    found.add(slot.fqn)
+        return found
 
     def by_name(self) -> Mapping[str, torch.Tensor]:
         """Return the copies by the names of the buffers."""

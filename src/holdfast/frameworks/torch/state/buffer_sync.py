@@ -39,6 +39,7 @@ class BufferSync:
     def __init__(
         self, names: Names, wrappers: list[DistributedDataParallel], mesh: DeviceMesh | None, world_size: int
     ) -> None:
+        self._names = names
         self._off: list[DistributedDataParallel] = []
         # One broadcast for each set of member ranks.
         self._plans: dict[tuple[int, ...], tuple[Any, list[BufferSlot]]] = {}
@@ -77,8 +78,11 @@ class BufferSync:
         """
         with torch.no_grad():
             for group, slots in self._plans.values():
+                found = ((slot, slot.get()) for slot in slots)
                 live = [
-                    b for b in (slot.get() for slot in slots) if b is not None and not isinstance(b, DTensor)
+                    self._names.state_of(slot, buffer)
+                    for slot, buffer in found
+                    if buffer is not None and not isinstance(buffer, DTensor)
                 ]
                 if live:
                     _broadcast(group, live)

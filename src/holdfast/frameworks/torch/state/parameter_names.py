@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.errors import StateError, UnsupportedError, UsageError
@@ -40,11 +41,15 @@ class BufferSlot(NamedTuple):
         Such a table is not in the ``state_dict``: a process makes it from its settings and its longest batch.
         """
         live = self.get()
-        if live is None or self.persistent or live.dim() != len(self.shape):
-            return live
-        if any(now < before for now, before in zip(live.shape, self.shape, strict=True)):
-            return live
-        return live[tuple(slice(length) for length in self.shape)]
+        return None if live is None else self.cut(live)
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, a value of the buffer, cut to ``shape`` if it is a table that has grown."""
+        if self.persistent or isinstance(tensor, DTensor) or tensor.dim() != len(self.shape):
+            return tensor
+        if any(now < before for now, before in zip(tensor.shape, self.shape, strict=True)):
+            return tensor
+        return tensor[tuple(slice(length) for length in self.shape)]
 
     @property
     def persistent(self) -> bool:
@@ -56,13 +61,23 @@ class Names(NamedTuple):
     """The names of all tensors of a model.
 
     ``aliases`` maps each further name of a shared tensor to its first name. ``extra`` holds the modules that have
-    ``get_extra_state``, by the name that torch gives to their extra state.
+    ``get_extra_state``, by the name that torch gives to their extra state. ``stretched`` holds the names of tables that
+    have grown, and whose first part has changed at that.
     """
 
     parameters: dict[str, torch.Tensor]
     buffers: tuple[BufferSlot, ...]
     aliases: dict[str, str]
     extra: dict[str, nn.Module]
+    stretched: set[str]
+
+    def state_of(self, slot: BufferSlot, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``tensor``, a value of the buffer ``slot``, that belongs to the state.
+
+        Of a table that has grown, the first part belongs to the state: each rank makes the rest from its own batches.
+        A stretched table belongs to it as a whole, so it is refused where ranks have different sizes.
+        """
+        return tensor if slot.fqn in self.stretched else slot.cut(tensor)
 
 
 def modules_of(model: Models) -> list[tuple[str, nn.Module]]:
@@ -135,7 +150,7 @@ def names_of(model: Models) -> Names:
             for key, buffer in module._buffers.items():
                 if buffer is not None and _first(buffer, path + key, seen, aliases):
                     buffers.append(BufferSlot(path + key, module, key, buffer.shape))
-    return Names(parameters, tuple(buffers), aliases, extra)
+    return Names(parameters, tuple(buffers), aliases, extra, set())
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

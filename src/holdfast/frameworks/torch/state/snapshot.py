@@ -87,6 +87,10 @@ class Snapshot:
         buffers = self._buffers_before.by_name()
         self._before = (step, StateBefore(self._group_values(), self._schedules(), extras, buffers))
 
+    def note_tables(self) -> None:
+        """Record which tables the open block has stretched (``Names.stretched``)."""
+        self._state.names.stretched.update(self._buffers.stretched())
+
     def before(self, step: int) -> StateBefore:
         """Return the copies that :meth:`take_before` made for ``step``; empty copies if it made none."""
         taken, before = self._before

@@ -424,7 +424,7 @@ class TorchState:
             buffer = live if copies is None else copies.buffers.get(slot.fqn)
             buffer = before.buffers.get(slot.fqn, buffer)
             if buffer is not None:
-                out.add(buffer if live is None else placed(buffer, live), slot.fqn)
+                out.add(self.names.state_of(slot, buffer if live is None else placed(buffer, live)), slot.fqn)
         out.values = {
             "aliases": dict(self.names.aliases),
             "transient": [slot.fqn for slot in self.names.buffers if not slot.persistent],
@@ -568,7 +568,7 @@ class TorchRestore:
         for slot in state.names.buffers:
             buffer = slot.get()
             if buffer is not None:
-                self.targets[slot.fqn] = buffer
+                self.targets[slot.fqn] = state.names.state_of(slot, buffer)
         self._prepare_modules(values.get("modules"), partial)
         self._same("optimizer", state.optimizers, values["optimizers"])
         self._same("scheduler", state.schedulers, values["schedulers"])

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.frameworks.torch import private_api
+
 VALUES_MAX = 10_000
 LONG = 1024  # a container with more entries is data, if its first entry is no tensor
 _ATOMS = (
@@ -46,6 +48,7 @@ class Place(NamedTuple):
         container: the dict, list, object or cell that holds it; None for a variable.
         key: its key in ``container``.
         value: the tensor, the array, the counter or another value.
+        unlisted: True for a buffer that the ``state_dict`` of its module leaves out.
     """
 
     path: str
@@ -53,6 +56,7 @@ class Place(NamedTuple):
     container: object
     key: object
     value: Any
+    unlisted: bool = False
 
 
 def places_in(
@@ -162,12 +166,13 @@ def _entries(value: Any) -> list[tuple[object, Any]] | None:
     return list(enumerate(kind.__iter__(value)))
 
 
-def _children_of_module(path: str, modules: tuple[str, ...], value: object) -> Iterator[Place]:
+def _children_of_module(path: str, modules: tuple[str, ...], value: nn.Module) -> Iterator[Place]:
     here = (*modules, f"{path} ({type(value).__name__})")
     for key, item in tuple(_attributes(value).items()):
         if key in _OF_A_MODULE:
             for name, registered in _entries(item) or ():
-                yield Place(f"{path}.{name}", here, item, name, registered)
+                unlisted = key == "_buffers" and name in private_api.unlisted_buffers(value)
+                yield Place(f"{path}.{name}", here, item, name, registered, unlisted)
         elif not _is(item, torch.Tensor):
             # A tensor in a plain attribute is a result of the module's forward pass (weight norm, a cache).
             yield Place(f"{path}.{key}", (), value, key, item)

@@ -141,13 +141,16 @@ class UndeclaredTensors:
 
 
 def _slot(place: Place, renewed: Set[str]) -> _Slot:
-    """Return the identity of a place: container and key, or its path if each step replaces the container."""
+    """Return the identity of a place: container and key, or its path if each step replaces the container.
+
+    A buffer that the ``state_dict`` leaves out has another identity with another shape: a table that has grown.
+    """
     outer = place.path
     while outer.endswith("]"):
         outer = outer.rpartition("[")[0]
         if outer in renewed:
             return _BY_PATH, place.path
-    return id(place.container), place.key
+    return id(place.container), (place.key, _shape(place.value)) if place.unlisted else place.key
 
 
 def _in_words(changed: list[Place], weights: Iterable[Counter[torch.Size]]) -> list[str]:
