@@ -75,7 +75,9 @@ def _run(where: Path, *command: str) -> subprocess.CompletedProcess[str]:
             raise
         for log in where.glob("runs/*/events.jsonl"):
             assert not broken(event_log.read(log).events), "a successor hides it from the job"
-        return subprocess.CompletedProcess(command, code, _said(output))
+        said = _said(output)
+        assert "please report" not in said, said  # a defect of a search, which no job ends for
+        return subprocess.CompletedProcess(command, code, said)
 
 
 def _said(output: IO[bytes]) -> str:

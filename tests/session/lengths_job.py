@@ -2,8 +2,9 @@
 
 Usage: ``lengths_job.py FORM [STEP:RANK ...]``. ``FORM``: ``attributes`` (each rank has batches of other lengths),
 ``buffers`` (outside of the ``state_dict``, the same lengths on all ranks), ``unsynced`` (such buffers with other
-lengths on each rank, and no broadcast of buffers) or ``stretched`` (all entries depend on the size of the table). Each
-named rank is killed once in the backward pass of its step. The result is the file ``ended-RANK``.
+lengths on each rank, and no broadcast of buffers), ``sharded`` (attributes, under ``fully_shard``) or ``stretched``
+(all entries depend on the size of the table). Each named rank is killed once in the backward pass of its step. The
+result is the file ``ended-RANK``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast
 
@@ -105,7 +108,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, FEATURES)
-        self.tables = Attributes() if FORM in ("attributes", "stretched") else Buffers()
+        self.tables = Attributes() if FORM in ("attributes", "sharded", "stretched") else Buffers()
         self.last = nn.Linear(FEATURES, 1)
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -125,9 +128,13 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(1)
     net = Net()
+    model: nn.Module = net
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the name of the argument
-        model = nn.parallel.DistributedDataParallel(net, broadcast_buffers=FORM != "unsynced")
+        if FORM == "sharded":
+            fully_shard(net)
+        else:
+            model = nn.parallel.DistributedDataParallel(net, broadcast_buffers=FORM != "unsynced")
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
         for step in s.steps(until=STEPS):
@@ -142,7 +149,8 @@ def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss.backward()
                 optimizer.step()
-    Path(f"ended-{rank}").write_text(str([each.tolist() for each in model.parameters()]))
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    Path(f"ended-{rank}").write_text(str([each.tolist() for each in own]))
 
 
 main()

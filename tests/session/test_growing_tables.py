@@ -85,7 +85,9 @@ def test_tables_agree_by_the_parts_that_both_have() -> None:
 
 @pytest.mark.torch
 @pytest.mark.processes
-@pytest.mark.parametrize("form", ["attributes", "buffers", pytest.param("unsynced", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "form", ["attributes", "buffers", "sharded", pytest.param("unsynced", marks=pytest.mark.more)]
+)
 def test_a_replacement_continues_with_a_smaller_table(tmp_path: Path, form: str) -> None:
     results = []
     for name, kills in (("calm", ()), ("killed", ("5:1", "9:0"))):

@@ -49,4 +49,5 @@ def _start(command: list[str], where: Path, bound_s: float = BOUND_S) -> tuple[i
     done = subprocess.run(
         command, cwd=where, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=bound_s,
     )  # fmt: skip
+    assert "please report" not in done.stdout, done.stdout  # a defect of a search, which no job ends for
     return done.returncode, done.stdout

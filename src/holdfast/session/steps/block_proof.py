@@ -51,7 +51,8 @@ _PLAIN = (bool, int, float, str)
 _CLOCK_MIN = 1_000_000_000  # a whole number from here on is a time
 _HINT = (
     "draw the batch in the block that uses it, or by s.steps(loader) or s.steps(loader, second); what else a block "
-    "changes and uses later goes into session(state={...}) or s.own; session(verify_block=0) leaves out this check"
+    "changes and uses later goes into session(state={...}) or s.own, from a module into a buffer (register_buffer); "
+    "session(verify_block=0) leaves out this check"
 )
 _LEFT = (
     "a fault and a resume run a block again: reset at the start of the block what it leaves behind (sums of gradients, "

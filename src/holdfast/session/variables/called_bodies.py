@@ -11,10 +11,11 @@ needs the frames of the script on the stack. A library may have wrapped a module
 (``DistributedDataParallel``, ``torch.compile``). A call of the wrapper counts as a call of the wrapped module. If a
 variable of the script holds the wrapped module, the module gets the name of this variable.
 
-A branch that cannot run with the present flags is left out. Flags are options of ``argparse``, and bools that the
-loop does not set. Functions of libraries are not inlined, nor are functions more than ``DEPTH_MAX`` calls deep. At
-most ``BODIES_MAX`` functions are inlined: those that the loop itself calls come first, then those that they call. The
-functions that are running while the update is made do not count for the depth, and are inlined in any case.
+A branch that cannot run with the present flags is left out. Flags are options of ``argparse``, the attribute
+``training`` of a module, and bools that the loop does not set. Functions of libraries are not inlined, nor are
+functions more than ``DEPTH_MAX`` calls deep. At most ``BODIES_MAX`` functions are inlined: those that the loop itself
+calls come first, then those that they call. The functions that are running while the update is made do not count for
+the depth, and are inlined in any case.
 """
 
 from __future__ import annotations
@@ -142,6 +143,20 @@ def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.
     return module
 
 
+def loop_of_calls(called: ast.expr, place: tuple[str, int]) -> ast.While:
+    """Return a loop that only calls ``called``, with the body of the called function.
+
+    Args:
+        called: a variable of the stack frame that executes ``place``, or an attribute of one.
+        place: file and line.
+    """
+    call = ast.Call(called, [ast.Name(f"batch{LOCAL}", ast.Load())], [])
+    body = ast.Assign([ast.Name(f"result{LOCAL}", ast.Store())], call)
+    loop = ast.fix_missing_locations(ast.While(ast.Constant(True), [body], []))
+    _Bodies(place, (), loop).fill()
+    return loop
+
+
 def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
     """Return copies of ``nodes``, nodes of ``tree_of(file)``, from a new syntax tree of the same file."""
     # A second parse takes a hundredth of the time of a copy.
@@ -217,12 +232,16 @@ class _Bodies(ast.NodeTransformer):
                 values, decides = [self._setting(flag) for flag in flags], isinstance(op, ast.Or)
                 return decides if decides in values else None if None in values else not decides
             case ast.Name(id=name) if name not in self._variables:
-                found = _value(name, self._place)
+                found = value_at(name, self._place)
                 return found if isinstance(found, bool) else None
             case ast.Attribute(value=owner, attr=name) if chain(owner) and name not in self._assigned:
-                arguments = _value(chain(owner), self._place)
-                value = arguments.__dict__.get(name) if isinstance(arguments, argparse.Namespace) else None
-                return value if isinstance(value, bool) else None
+                arguments = value_at(chain(owner), self._place)
+                holder = instance_of(arguments)
+                is_flag = isinstance(arguments, argparse.Namespace) or (
+                    name == "training" and "_modules" in holder
+                )
+                found = holder.get(name) if is_flag else None
+                return found if isinstance(found, bool) else None
         return None
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
@@ -336,7 +355,7 @@ def _getter(node: ast.Attribute, place: tuple[str, int]) -> _Callee | None:
     """
     if not isinstance(node.ctx, ast.Load) or not chain(node.value):
         return None
-    holder = _value(chain(node.value), place)
+    holder = value_at(chain(node.value), place)
     found = static_of(type(holder), node.attr)
     if found is None and holder is not None and node.attr not in instance_of(holder):
         getter = static_of(type(holder), "__getattr__")
@@ -368,9 +387,9 @@ def _called(expression: ast.expr, place: tuple[str, int]) -> _Called | None:
     """Return the present value of ``expression``; None if it is neither a variable nor an attribute of one."""
     match expression:
         case ast.Name(id=name):
-            return _Called(expression, None, _value(name, place))
+            return _Called(expression, None, value_at(name, place))
         case ast.Attribute(value=owner, attr=attribute) if chain(owner):
-            holder = _value(chain(owner), place)
+            holder = value_at(chain(owner), place)
             return _Called(expression, holder, static_of(holder, attribute))
     return None
 
@@ -408,7 +427,7 @@ def _run_by(
         owner = _object(value.__self__, chain(name), place)
         value = value.__func__
     elif value is not None and not _is_code(value):
-        wrapped = _unwrapped(value, name, place)
+        wrapped = unwrapped(value, name, place)
         kind, owner = type(wrapped.module), wrapped.name
         value = static_of(kind, "forward") or static_of(kind, "__call__")
     found = inspect.unwrap(value) if callable(value) else None
@@ -443,16 +462,16 @@ def _object(value: object, function: str, place: tuple[str, int]) -> ast.expr:
     return ast.Name(variable_of(value, place) or name_of_self(function, value), ast.Load())
 
 
-class _Module(NamedTuple):
+class NamedModule(NamedTuple):
     """A torch module, and the expression by which the script refers to it."""
 
     module: object
     name: ast.expr
 
 
-def _unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> _Module:
+def unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> NamedModule:
     """Return the module inside ``value`` if ``value`` is a wrapper of a library, otherwise ``value`` itself."""
-    found = _Module(value, name)
+    found = NamedModule(value, name)
     while is_of_library(found.module):
         inner = getattr(found.module, "__dict__", {}).get("_modules", {})
         key = next((key for key in _WRAPPED if key in inner), None)
@@ -460,7 +479,7 @@ def _unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> _Module
             break
         variable = variable_of(inner[key], place)
         inside = ast.Attribute(found.name, key, ast.Load())
-        found = _Module(inner[key], ast.Name(variable, ast.Load()) if variable else inside)
+        found = NamedModule(inner[key], ast.Name(variable, ast.Load()) if variable else inside)
     return found
 
 
@@ -481,7 +500,7 @@ def _is_code(value: object) -> bool:
     return isinstance(value, FunctionType | type | ModuleType) or inspect.isroutine(value)
 
 
-def _value(name: str, place: tuple[str, int]) -> object:
+def value_at(name: str, place: tuple[str, int]) -> object:
     """Return the present value of a variable or its attribute, without running code of the script."""
     first, *attributes = name.split(".")
     value = values_of([first], place).get(first)

@@ -63,7 +63,11 @@ def growing_tables(places: Places) -> GrowingTables:
     Args:
         places: file and line of the stack frames, the innermost frame first.
     """
-    loop = outermost_loop(places)
+    return growing_in(outermost_loop(places))
+
+
+def growing_in(loop: ast.AST) -> GrowingTables:
+    """Return the tables that ``loop`` only makes larger. The functions that it calls are inlined."""
     read = Counter(use.name for use in uses(loop) if not use.writes)
     names = {name for name in _only_assigned(loop) if LOCAL not in name}
     while True:

@@ -46,6 +46,7 @@ from holdfast.session.variables.deciding_variables import (
 )
 from holdfast.session.variables.growing_tables import growing_tables
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
+from holdfast.session.variables.module_variables import module_variables
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
     GENERATOR,
@@ -80,8 +81,8 @@ HINT_OF_ANY = (
 )
 HINT = (
     "keep what decides about an update in session(state={...}) (a dict that the code changes after "
-    "`if step.committed:`), by s.attach(NAME, object) if it is of one rank (a sum of losses), or compute it from "
-    "step.number"
+    "`if step.committed:`), as a buffer if it is an attribute of a module (register_buffer), by s.attach(NAME, object) "
+    "if it is of one rank (a sum of losses), or compute it from step.number"
 )
 SEVERAL_LOADERS = "draw the batches of several loaders by s.steps(loader, second). Otherwise "
 
@@ -157,17 +158,21 @@ class UpdateVariables:
     def _search(self) -> Names:
         places = places_in_script()
         state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
-        placed = placed_variables(places, update=True, state=state)
-        tables = {n for depth in range(len(places)) for n in growing_tables(places[: depth + 1]).tables}
+        of_modules = module_variables(places)
+        placed = (*placed_variables(places, update=True, state=state), *of_modules.placed)
+        by_place = {at: growing_tables(places[: depth + 1]) for depth, at in enumerate(places)}
+        tables = {name for each in (of_modules.growing, *by_place.values()) for name in each.tables}
         found = self._undeclared(placed, places, tables)
         self._names.update(found)
         self._partly |= found.keys() & {each.name for each in placed if each.partly}
         for name, (at, _) in list(found.items()):
-            around = places[: places.index(at) + 1]
-            growing, once = growing_tables(around), set_once(around)
-            if name in growing.tables:
-                self._rare.tables[name] = growing.tables[name]
-            elif name in growing.sizes or not growing.tables.keys().isdisjoint(owners_of(name)):
+            known = {**of_modules.growing.tables, **by_place[at].tables}
+            once = set_once(places[: places.index(at) + 1])
+            if name in known:
+                self._rare.tables[name] = known[name]
+            elif name in by_place[at].sizes | of_modules.growing.sizes or not known.keys().isdisjoint(
+                owners_of(name)
+            ):
                 del self._names[name]
             elif name in once:
                 self.set_once[name] = once[name]

@@ -41,8 +41,4 @@ def share_memory(item: Any, tensor: torch.Tensor) -> bool:
     """Return True if ``item`` and ``tensor`` are the same tensor or use one storage."""
     if not isinstance(item, torch.Tensor):
         return False
-    if item is tensor:
-        return True
-    if item.layout != torch.strided or tensor.layout != torch.strided:
-        return False
-    return item.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() != 0
+    return item is tensor or address_of(item) == address_of(tensor) != 0

@@ -1,0 +1,149 @@
+"""The variables in the modules of a model that their forward passes carry from one block to the next.
+
+Theory. The search that follows the calls of a loop (``called_bodies.py``) ends a few calls below the loop, and at each
+module of a library: it does not see the modules in an ``nn.Sequential``, or in a list over which a forward pass runs.
+So the forward pass of each module of the script is also searched on its own, as the body of a loop whose result decides
+about the update. All modules of one class have one source, so each class is searched once. A module whose methods
+assign no attribute carries nothing, and is not searched. The same applies to the objects of the script in its
+attributes, such as a schedule that the forward pass moves.
+
+The modules are found in the running objects, from those that the loop calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+from collections import deque
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import NamedTuple
+
+from holdfast.session.variables.called_bodies import (
+    LOCAL,
+    NamedModule,
+    chain,
+    instance_of,
+    is_of_library,
+    loop_of_calls,
+    of_script,
+    unwrapped,
+    value_at,
+)
+from holdfast.session.variables.data_flow import carried
+from holdfast.session.variables.deciding_variables import PlacedVariable, Places, outermost_loop
+from holdfast.session.variables.growing_tables import GrowingTables, growing_in
+
+MODULES_MAX = 20_000
+CLASSES_MAX = 50
+VARIABLES_MAX = 200
+_WRITES = ("STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
+_METHODS = ("register_buffer", "append", "extend", "update", "setdefault", "add", "pop", "popleft")
+"""Methods that write an attribute, or the container in an attribute."""
+
+
+class ModuleVariables(NamedTuple):
+    """The variables in modules, and those of them that are tables which only grow."""
+
+    placed: tuple[PlacedVariable, ...]
+    growing: GrowingTables
+
+
+def module_variables(places: Places) -> ModuleVariables:
+    """Return the variables that the forward passes of the called modules carry from block to block.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
+    found: dict[str, bool] = {}
+    tables: dict[str, frozenset[int]] = {}
+    sizes: set[str] = set()
+    writers = _Writers()
+    classes: dict[type, tuple[str, dict[str, bool], GrowingTables]] = {}
+    for module, name in _modules(outermost_loop(places), places[-1]):
+        kind, path = type(module), chain(name)
+        holders = (module, *instance_of(module).values())
+        if len(found) >= VARIABLES_MAX or not any(writers.may_write(holder) for holder in holders):
+            continue
+        if kind not in classes:
+            if len(classes) >= CLASSES_MAX:
+                continue
+            classes[kind] = (path, *_of_module(name, places[-1]))
+        first, names, growing = classes[kind]
+
+        def here(of_first: str, first: str = first, path: str = path) -> str:
+            return path + of_first.removeprefix(first)
+
+        found.update((here(each), partly) for each, partly in names.items())
+        tables.update((here(each), dimensions) for each, dimensions in growing.tables.items())
+        sizes.update(map(here, growing.sizes))
+    placed = (PlacedVariable(name, places[-1], partly) for name, partly in found.items())
+    return ModuleVariables(tuple(placed), GrowingTables(tables, frozenset(sizes)))
+
+
+def _of_module(name: ast.expr, place: tuple[str, int]) -> tuple[dict[str, bool], GrowingTables]:
+    """Return the attributes below ``name`` that the forward pass of this module carries, and its growing tables.
+
+    The keys are names. A value is True if some passes write the attribute first.
+    """
+    loop = loop_of_calls(name, place)
+    begin = f"{chain(name)}."
+
+    def is_own(variable: str) -> bool:
+        return variable.startswith(begin) and LOCAL not in variable
+
+    growing = growing_in(loop)
+    tables = {each: dimensions for each, dimensions in growing.tables.items() if is_own(each)}
+    names = carried(loop, [statement.value for statement in loop.body if isinstance(statement, ast.Assign)])
+    return {each: partly for each, partly in names.items() if is_own(each)}, GrowingTables(
+        tables, frozenset(filter(is_own, growing.sizes))
+    )
+
+
+def _modules(loop: ast.AST, place: tuple[str, int]) -> Iterator[NamedModule]:
+    """Yield the modules that ``loop`` calls and the modules in them, each with its expression."""
+    called = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
+    names = (each for each in called if chain(each) and LOCAL not in chain(each))
+    ahead = deque(unwrapped(value_at(chain(name), place), name, place) for name in names)
+    seen: set[int] = set()
+    while ahead and len(seen) < MODULES_MAX:
+        module, name = ahead.popleft()
+        children = instance_of(module).get("_modules")
+        if id(module) in seen or not isinstance(children, dict):
+            continue
+        seen.add(id(module))
+        if not is_of_library(module):
+            yield NamedModule(module, name)
+        ahead += (NamedModule(child, ast.Attribute(name, key, ast.Load())) for key, child in children.items())
+
+
+class _Writers:
+    """The classes of the script with a method that may write an attribute, other than ``__init__``."""
+
+    def __init__(self) -> None:
+        self._known: dict[
+            int, bool
+        ] = {}  # by the id of the class: a class of the script may have a hash of its own
+
+    def may_write(self, holder: object) -> bool:
+        """Return whether a method of ``holder`` that belongs to the script may write an attribute."""
+        kind = type(holder)
+        if id(kind) not in self._known:
+            methods = (
+                value
+                for base in kind.__mro__
+                for name, value in vars(base).items()
+                if name != "__init__" and isinstance(value, FunctionType)
+            )
+            self._known[id(kind)] = any(
+                of_script(method.__code__.co_filename) and _may_write(method.__code__) for method in methods
+            )
+        return self._known[id(kind)]
+
+
+@cache
+def _may_write(code: CodeType) -> bool:
+    if any(name in _METHODS for name in code.co_names):
+        return True
+    return any(each.opname in _WRITES for each in dis.get_instructions(code))

@@ -1,0 +1,41 @@
+"""State in attributes of modules that a model of torch contains: no call in the script leads to these modules.
+
+Regression: a replacement began with the initial values of such attributes. The job ended with other weights, and with
+exit code 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.exit_codes import Exit
+from tests.session.launch import run_job
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+JOB = str(Path(__file__).with_name("deep_job.py"))
+
+
+@pytest.mark.parametrize(("form", "owner"), [("attributes", ""), ("helpers", "fall.")])
+def test_an_attribute_that_each_pass_changes_is_refused_by_its_name(
+    tmp_path: Path, form: str, owner: str
+) -> None:
+    done = run_job(tmp_path, 2, JOB, form)
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    for name in (f"model.module.0.0.{owner}passes", f"model.module.0.1.blocks.1.{owner}passes"):
+        assert name in done.stdout
+    assert "register_buffer" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("form", ["buffers", "harmless"])
+def test_buffers_and_harmless_attributes_are_exact_without_a_warning(tmp_path: Path, form: str) -> None:
+    results = []
+    for name, kills in (("calm", ()), ("killed", ("5:1", "8:0"))):
+        (where := tmp_path / name).mkdir()
+        done = run_job(where, 2, JOB, form, *kills)
+        assert done.returncode == 0 and "depend" not in done.stdout, done.stdout
+        assert not kills or "2 faults, 0 steps lost" in done.stdout, done.stdout
+        results.append({path.name: path.read_text() for path in where.glob("ended-*")})
+    assert results[0] == results[1] and len(results[0]) == 2
