@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast.errors import ImpureBlockError, UsageError
+from holdfast.session.steps.step import Step
 from tests.session.test_solo import Job, bare, same
 
 pytestmark = pytest.mark.torch
@@ -377,6 +378,32 @@ def test_what_counts_the_runs_of_blocks_is_refused_before_the_first_one(loop: st
     ):
         exec(compile(text, "loop.py", "exec"), {"s": s, "script": script, "itertools": itertools})
     assert hint in str(raised.value.hint)
+
+
+def logged(items: Iterable[Step]) -> Iterator[Step]:
+    """Yield the items, with a line for some of them."""
+    for count, item in enumerate(items):
+        yield item
+        if count % 2 == 0:
+            print(f"{count} items")
+
+
+def numbered(items: Iterable[Step]) -> Iterator[tuple[int, Step]]:
+    """Yield the items with their numbers."""
+    for count, item in enumerate(items):
+        yield count, item
+
+
+def test_a_helper_that_counts_the_steps_for_its_lines_is_allowed() -> None:
+    """Regression: such a helper was refused, also in the script that the documents show."""
+    script = Script()
+    with holdfast.session(model=script.net, optimizer=script.optimizer) as s:
+        for step in logged(s.steps(until=3)):
+            with step:
+                script.pure()
+        assert s.step == 3
+        with pytest.raises(UsageError, match="counts the runs of blocks, not the steps"):
+            next(numbered(s.steps(until=6)))
 
 
 def test_zip_in_the_arguments_of_the_steps_counts_nothing() -> None:

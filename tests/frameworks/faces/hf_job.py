@@ -7,6 +7,7 @@ CALL counts micro-batches, without their repetitions by a check or a rehearsal.
 ``--resume``: start from a checkpoint of the Trainer. ``--plateau``: the scores of evaluations decide on the learning
 rate.
 ``--average own|session``: a callback averages the weights; with ``session`` the session has the average.
+``--cooling``: the model divides its embeddings by a temperature, which falls at each third pass.
 ``--other-data``: a process that starts when DIR/other exists, or after a kill, has its samples in another order.
 """
 
@@ -49,6 +50,24 @@ class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         labels = tokens.clone()
         labels[: index % 7] = -100
         return {"input_ids": tokens, "labels": labels, "attention_mask": (labels >= 0).long()}
+
+
+class Cooling(torch.nn.Module):
+    """An embedding with a temperature in an attribute, which falls at each third pass."""
+
+    def __init__(self, embedding: torch.nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.passes = 0
+        self.temperature = 1.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of ``tokens``."""
+        self.passes += 1
+        if self.passes % 3 == 0:
+            self.temperature *= 0.9
+        embedded: torch.Tensor = self.embedding(tokens) / self.temperature
+        return embedded
 
 
 class Average(TrainerCallback):  # type: ignore[misc]
@@ -161,12 +180,15 @@ def main() -> None:
     parser.add_argument("--resume", default=None)
     parser.add_argument("--plateau", action="store_true")
     parser.add_argument("--average", default="")
+    parser.add_argument("--cooling", action="store_true")
     parser.add_argument("--other-data", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=0, eos_token_id=0))
+    if given.cooling:
+        model.transformer.wpe = Cooling(model.transformer.wpe)
     schedule: dict[str, Any] = {}
     if given.plateau:  # the rate halves with each loss that is not greater than the last one
         schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}

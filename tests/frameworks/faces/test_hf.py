@@ -90,6 +90,13 @@ def test_an_average_of_a_callback_is_exact_with_the_session_and_refused_without_
     compare(tmp_path / "session", results(tmp_path / "plain"))
 
 
+def test_an_attribute_of_a_module_that_each_pass_changes_is_refused_by_its_name(tmp_path: Path) -> None:
+    code, said = run(
+        tmp_path, ["holdfast", "run"], JOB, "--output", str(tmp_path / "out"), "--cooling", ranks=2
+    )
+    assert code == 3 and "depend on model.transformer.wpe.passes" in said, said
+
+
 @pytest.mark.parametrize(("evaluate", "kill"), [("steps", "0@7"), ("epoch", "1@9")])
 def test_killed_in_the_first_step_after_an_evaluation(tmp_path: Path, evaluate: str, kill: str) -> None:
     given = ("--output", "out", "--evaluate", evaluate)

@@ -13,6 +13,7 @@ This shows an ``enumerate``, ``zip`` or ``islice`` around the steps.
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import place_of
+from holdfast.session.variables.called_bodies import definition
 
 COUNTERS = ("enumerate", "zip", "islice")
 """Functions that count the items of an iterator, or take another item with each of them."""
@@ -54,12 +56,32 @@ def counter_around(caller: FrameType) -> str:
     """Return the name in ``COUNTERS`` whose call is the current call of ``caller``, or has it in its arguments.
 
     The result is empty if there is none. Examples are ``zip(range(9), steps)`` and ``zip(range(9), s.steps(loader))``.
+    It is also empty for an ``enumerate`` in a generator that yields the items without the count: a helper that prints
+    a line for some of them (``log_every(steps)``).
     """
     code = list(dis.get_instructions(caller.f_code))
     begun = [each for each in code if each.offset <= caller.f_lasti]
     first, last = _extent(begun[-1])  # the call itself: ``f_lasti`` may also be in a cache entry after it
     around = {begin for begin, end in map(_extent, code) if begin <= first and last <= end}
-    return next((each.argval for each in code if each.argval in COUNTERS and _extent(each)[0] in around), "")
+    found = next((each.argval for each in code if each.argval in COUNTERS and _extent(each)[0] in around), "")
+    return "" if found == "enumerate" and _keeps_its_count(caller.f_code) else found
+
+
+def _keeps_its_count(code: CodeType) -> bool:
+    """Return whether ``code`` is a generator that yields none of the counts of its loops over ``enumerate``."""
+    source = definition(code) if code.co_flags & inspect.CO_GENERATOR else None
+    if source is None:
+        return False
+    counts = {
+        name.id
+        for loop in ast.walk(source)
+        if isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple)
+        for name in ast.walk(loop.target.elts[0])
+        if isinstance(name, ast.Name)
+    }
+    yields = (node for node in ast.walk(source) if isinstance(node, ast.Yield))
+    yielded = {name.id for node in yields for name in ast.walk(node) if isinstance(name, ast.Name)}
+    return bool(counts) and counts.isdisjoint(yielded)
 
 
 def leaves(caller: FrameType) -> bool:

@@ -7,7 +7,9 @@ about the update. All modules of one class have one source, so each class is sea
 assign no attribute carries nothing, and is not searched. The same applies to the objects of the script in its
 attributes, such as a schedule that the forward pass moves.
 
-The modules are found in the running objects, from those that the loop calls.
+The modules are found in the running objects: in those that the loop calls, in variables of the script, and in
+attributes of its objects (a trainer of a library has the loop, and the model in an attribute). Only a module that is
+trained counts. Any other module may be a metric, on which no update depends.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from __future__ import annotations
 import ast
 import dis
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
+from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.runtime.worker.script_frames import variables_of_script
 from holdfast.session.variables.called_bodies import (
     LOCAL,
     NamedModule,
@@ -50,19 +54,25 @@ class ModuleVariables(NamedTuple):
     growing: GrowingTables
 
 
-def module_variables(places: Places) -> ModuleVariables:
-    """Return the variables that the forward passes of the called modules carry from block to block.
+NO_MODULES = ModuleVariables((), GrowingTables())
+
+
+def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariables:
+    """Return the variables that the forward passes of the trained modules carry from block to block.
 
     Args:
         places: file and line of the stack frames, the innermost frame first.
+        source: the adapter, which knows the trained weights.
     """
     found: dict[str, bool] = {}
     tables: dict[str, frozenset[int]] = {}
     sizes: set[str] = set()
     writers = _Writers()
     classes: dict[type, tuple[str, dict[str, bool], GrowingTables]] = {}
-    for module, name in _modules(outermost_loop(places), places[-1]):
+    for module, name in _modules_in(_trained(places, source)):
         kind, path = type(module), chain(name)
+        if is_of_library(module):
+            continue
         holders = (module, *instance_of(module).values())
         if len(found) >= VARIABLES_MAX or not any(writers.may_write(holder) for holder in holders):
             continue
@@ -101,21 +111,55 @@ def _of_module(name: ast.expr, place: tuple[str, int]) -> tuple[dict[str, bool],
     )
 
 
-def _modules(loop: ast.AST, place: tuple[str, int]) -> Iterator[NamedModule]:
-    """Yield the modules that ``loop`` calls and the modules in them, each with its expression."""
-    called = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
-    names = (each for each in called if chain(each) and LOCAL not in chain(each))
-    ahead = deque(unwrapped(value_at(chain(name), place), name, place) for name in names)
-    seen: set[int] = set()
-    while ahead and len(seen) < MODULES_MAX:
-        module, name = ahead.popleft()
-        children = instance_of(module).get("_modules")
-        if id(module) in seen or not isinstance(children, dict):
+def _trained(places: Places, source: DescribesUpdates) -> Iterator[NamedModule]:
+    """Yield the trained modules of the script, each with its expression."""
+    place = places[-1]
+    called = [node.func for node in ast.walk(outermost_loop(places)) if isinstance(node, ast.Call)]
+    for name in (each for each in called if chain(each) and LOCAL not in chain(each)):
+        yield from _if_trained(unwrapped(value_at(chain(name), place), name, place), place, source)
+    for variable, value in variables_of_script().items():
+        if ":" in variable:  # another variable hides it
             continue
-        seen.add(id(module))
-        if not is_of_library(module):
-            yield NamedModule(module, name)
-        ahead += (NamedModule(child, ast.Attribute(name, key, ast.Load())) for key, child in children.items())
+        name = ast.Name(variable, ast.Load())
+        if "_modules" in (attributes := instance_of(value)):
+            yield from _if_trained(unwrapped(value, name, place), place, source)
+            continue
+        for attribute, held in list(attributes.items()):
+            expression = ast.Attribute(name, attribute, ast.Load())
+            yield from _if_trained(unwrapped(held, expression, place), place, source)
+
+
+def _if_trained(
+    found: NamedModule, place: tuple[str, int], source: DescribesUpdates
+) -> Iterator[NamedModule]:
+    """Yield ``found`` if its expression has a value at ``place``, and the session has its first weight."""
+    parameters = (
+        parameter
+        for module, _ in _modules_in([found])
+        for parameter in instance_of(module).get("_parameters", {}).values()  # type: ignore[attr-defined]
+        if parameter is not None
+    )
+    first = next(parameters, None)
+    if first is not None and value_at(chain(found.name), place) is found.module and source.declares(first):
+        yield found
+
+
+def _modules_in(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
+    """Yield ``modules`` and the modules in them, each once and with its expression."""
+    seen: set[int] = set()
+    for start in modules:
+        ahead = deque([start])
+        while ahead and len(seen) < MODULES_MAX:
+            found = ahead.popleft()
+            children = instance_of(found.module).get("_modules")
+            if id(found.module) in seen or not isinstance(children, dict):
+                continue
+            seen.add(id(found.module))
+            yield found
+            ahead += (
+                NamedModule(child, ast.Attribute(found.name, key, ast.Load()))
+                for key, child in children.items()
+            )
 
 
 class _Writers:

@@ -46,7 +46,7 @@ from holdfast.session.variables.deciding_variables import (
 )
 from holdfast.session.variables.growing_tables import growing_tables
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
-from holdfast.session.variables.module_variables import module_variables
+from holdfast.session.variables.module_variables import NO_MODULES, module_variables
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
     GENERATOR,
@@ -158,7 +158,7 @@ class UpdateVariables:
     def _search(self) -> Names:
         places = places_in_script()
         state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
-        of_modules = module_variables(places)
+        of_modules = NO_MODULES if self._source is None else module_variables(places, self._source)
         placed = (*placed_variables(places, update=True, state=state), *of_modules.placed)
         by_place = {at: growing_tables(places[: depth + 1]) for depth, at in enumerate(places)}
         tables = {name for each in (of_modules.growing, *by_place.values()) for name in each.tables}
