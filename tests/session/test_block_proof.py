@@ -391,7 +391,7 @@ def logged(items: Iterable[Step]) -> Iterator[Step]:
 def numbered(items: Iterable[Step]) -> Iterator[tuple[int, Step]]:
     """Yield the items with their numbers."""
     for count, item in enumerate(items):
-        yield count, item
+        yield count + 1, item
 
 
 def test_a_helper_that_counts_the_steps_for_its_lines_is_allowed() -> None:
@@ -402,8 +402,11 @@ def test_a_helper_that_counts_the_steps_for_its_lines_is_allowed() -> None:
             with step:
                 script.pure()
         assert s.step == 3
-        with pytest.raises(UsageError, match="counts the runs of blocks, not the steps"):
-            next(numbered(s.steps(until=6)))
+    with (
+        pytest.raises(UsageError, match="counts the runs of blocks, not the steps"),
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        next(numbered(s.steps(until=6)))
 
 
 def test_zip_in_the_arguments_of_the_steps_counts_nothing() -> None:
