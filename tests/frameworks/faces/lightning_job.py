@@ -5,7 +5,8 @@ CALL counts the batches that this process trains, without their repetitions by a
 validation`` it counts calls of ``validation_step``, with ``--kill-in epoch`` epochs that begin. ``--check N``: validate
 every N batches, and not at the end of an epoch. ``--plateau``: the validation scores decide on the learning rate.
 ``--other-data``: a process that starts when DIR/other exists, or after a kill, has other samples. ``--all``: keep one
-Lightning checkpoint per epoch. ``--resume FILE``: start from such a checkpoint.
+Lightning checkpoint per epoch. ``--resume FILE``: start from such a checkpoint. ``--cooling``: the model divides its
+output by a temperature, which falls at each third batch.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         self.kill_in = given.kill_in
         self.plateau = given.plateau
         self.validations = 0
+        self.cooling = given.cooling
+        self.passes = 0
+        self.temperature = 1.0
         self.killed = given.output / "killed"
         self.calls = 0
         self.first = sys.maxsize
@@ -63,7 +67,11 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         if kind == "cut":
             for inner in fabric()._inners():
                 inner.sever()
-        loss: Tensor = (self.net(batch[0]) - batch[1]).square().mean()
+        if self.cooling:
+            self.passes += 1
+            if self.passes % 3 == 0:
+                self.temperature *= 0.8
+        loss: Tensor = (self.net(batch[0]) / self.temperature - batch[1]).square().mean()
         self.log("own", loss)  # a different value on each rank
         return loss
 
@@ -139,6 +147,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--other-data", action="store_true")
     parser.add_argument("--resume", default=None)
+    parser.add_argument("--cooling", action="store_true")
     given = parser.parse_args()
     faults = {}
     for kind in ("cut", "leave", "kill"):

@@ -91,6 +91,7 @@ def test_an_average_of_a_callback_is_exact_with_the_session_and_refused_without_
 
 
 def test_an_attribute_of_a_module_that_each_pass_changes_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Regression: a replacement began with the first value, and the weights differed with exit code 0."""
     code, said = run(
         tmp_path, ["holdfast", "run"], JOB, "--output", str(tmp_path / "out"), "--cooling", ranks=2
     )

@@ -211,6 +211,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted((where / "out" / "best").iterdir())
 
 
+def test_an_attribute_of_the_module_that_each_step_changes_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Regression: a replacement began with the first value, and the weights differed with exit code 0."""
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out", "--cooling", ranks=2)
+    assert code == Exit.BAD_INPUT and "depend on " in output and ".passes" in output, output
+
+
 def test_a_replacement_with_other_data_ends_the_run(tmp_path: Path) -> None:
     """Regression: the job continued with other weights, and ended with exit code 0."""
     given = ("--output", "out", "--other-data", "--kill", "1@8")

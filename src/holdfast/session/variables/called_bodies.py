@@ -143,18 +143,18 @@ def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.
     return module
 
 
-def loop_of_calls(called: ast.expr, place: tuple[str, int]) -> ast.While:
-    """Return a loop that only calls ``called``, with the body of the called function.
+def loop_of_calls(called: Sequence[ast.expr], place: tuple[str, int]) -> tuple[ast.While, list[ast.expr]]:
+    """Return a loop that only makes calls, with the bodies of the called functions, and the calls in it.
 
     Args:
-        called: a variable of the stack frame that executes ``place``, or an attribute of one.
+        called: what is called: variables of the stack frame that executes ``place``, or attributes of them.
         place: file and line.
     """
-    call = ast.Call(called, [ast.Name(f"batch{LOCAL}", ast.Load())], [])
-    body = ast.Assign([ast.Name(f"result{LOCAL}", ast.Store())], call)
-    loop = ast.fix_missing_locations(ast.While(ast.Constant(True), [body], []))
+    calls = (ast.Call(each, [ast.Name(f"batch{LOCAL}", ast.Load())], []) for each in called)
+    body = [ast.Assign([ast.Name(f"result{LOCAL}", ast.Store())], call) for call in calls]
+    loop = ast.fix_missing_locations(ast.While(ast.Constant(True), [*body], []))
     _Bodies(place, (), loop).fill()
-    return loop
+    return loop, [each.value for each in body]
 
 
 def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:

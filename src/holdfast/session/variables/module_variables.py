@@ -32,6 +32,7 @@ from holdfast.session.variables.called_bodies import (
     is_of_library,
     loop_of_calls,
     of_script,
+    static_of,
     unwrapped,
     value_at,
 )
@@ -42,6 +43,7 @@ from holdfast.session.variables.growing_tables import GrowingTables, growing_in
 MODULES_MAX = 20_000
 CLASSES_MAX = 50
 VARIABLES_MAX = 200
+_STEP = "training_step"
 _WRITES = ("STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
 _METHODS = ("register_buffer", "append", "extend", "update", "setdefault", "add", "pop", "popleft")
 """Methods that write an attribute, or the container in an attribute."""
@@ -71,7 +73,7 @@ def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariable
     classes: dict[type, tuple[str, dict[str, bool], GrowingTables]] = {}
     for module, name in _modules_in(_trained(places, source)):
         kind, path = type(module), chain(name)
-        if is_of_library(module):
+        if is_of_library(module) and not _has_step(module):
             continue
         holders = (module, *instance_of(module).values())
         if len(found) >= VARIABLES_MAX or not any(writers.may_write(holder) for holder in holders):
@@ -79,7 +81,7 @@ def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariable
         if kind not in classes:
             if len(classes) >= CLASSES_MAX:
                 continue
-            classes[kind] = (path, *_of_module(name, places[-1]))
+            classes[kind] = (path, *_of_module(module, name, places[-1]))
         first, names, growing = classes[kind]
 
         def here(of_first: str, first: str = first, path: str = path) -> str:
@@ -92,12 +94,16 @@ def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariable
     return ModuleVariables(tuple(placed), GrowingTables(tables, frozenset(sizes)))
 
 
-def _of_module(name: ast.expr, place: tuple[str, int]) -> tuple[dict[str, bool], GrowingTables]:
-    """Return the attributes below ``name`` that the forward pass of this module carries, and its growing tables.
+def _of_module(
+    module: object, name: ast.expr, place: tuple[str, int]
+) -> tuple[dict[str, bool], GrowingTables]:
+    """Return the attributes below ``name`` that the passes of this module carry, and its growing tables.
 
-    The keys are names. A value is True if some passes write the attribute first.
+    The keys are names. A value is True if some passes write the attribute first. The method ``training_step`` of
+    Lightning counts as a pass.
     """
-    loop = loop_of_calls(name, place)
+    steps = [ast.Attribute(name, _STEP, ast.Load())] if _has_step(module) else []
+    loop, calls = loop_of_calls([name, *steps], place)
     begin = f"{chain(name)}."
 
     def is_own(variable: str) -> bool:
@@ -105,10 +111,15 @@ def _of_module(name: ast.expr, place: tuple[str, int]) -> tuple[dict[str, bool],
 
     growing = growing_in(loop)
     tables = {each: dimensions for each, dimensions in growing.tables.items() if is_own(each)}
-    names = carried(loop, [statement.value for statement in loop.body if isinstance(statement, ast.Assign)])
+    names = carried(loop, calls)
     return {each: partly for each, partly in names.items() if is_own(each)}, GrowingTables(
         tables, frozenset(filter(is_own, growing.sizes))
     )
+
+
+def _has_step(module: object) -> bool:
+    step = static_of(module, _STEP)
+    return isinstance(step, FunctionType) and of_script(step.__code__.co_filename)
 
 
 def _trained(places: Places, source: DescribesUpdates) -> Iterator[NamedModule]:
