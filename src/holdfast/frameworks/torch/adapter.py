@@ -286,6 +286,8 @@ class TorchAdapter:
         if name is None:
             self._refuse_unknown(optimizer)
             return None
+        if not self.updates.outermost.begins(optimizer):
+            return None
         self._computed = True
         self._devices.note_streams()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -318,6 +320,7 @@ class TorchAdapter:
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         name = self._names.get(id(optimizer))
         if name is not None and self._hooks is not None and not self.updates.alone:
+            self.updates.outermost.ends(optimizer)
             self.updates.made()
             self._hooks.updated(name)
 
