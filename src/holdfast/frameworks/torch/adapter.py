@@ -312,6 +312,7 @@ class TorchAdapter:
             )
         self._scaling.settle(each.optimizer for each in self.state.optimizers.values())
         self._leftover.updates(parameters_of(self.state.optimizers[name].optimizer))
+        self._snapshot.early.compare(name)
         self.updates.comes()
         if self._hooks is not None:
             self._hooks.update(name)
@@ -594,6 +595,7 @@ class TorchAdapter:
         """Make the update final: drop the undo copies and allow collectives again."""
         self.release()
         self._snapshot.undo.clear()
+        self._snapshot.early.clear()
         self._devices.order()
         self._sample.note()
         self._passed += self._computed
