@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.frameworks.torch.adapter import TorchAdapter
 from holdfast.frameworks.torch.state.tensor_memory import content_of
+from tests.adapters.worlds import Line, Worlds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -35,6 +41,12 @@ def test_a_mode_in_a_block_sees_no_operation() -> None:
     assert not any(mode.get_flop_counts().get("Global", {}))
 
 
+def wrapper() -> torch.Tensor:
+    """Return a tensor of a class that has no storage of its own."""
+    made: Any = TwoTensor
+    return cast(torch.Tensor, made(torch.ones(2), torch.ones(2)))
+
+
 def test_tensors_of_the_session_are_declared() -> None:
     net, teacher = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     rows = np.ones(2)
@@ -51,5 +63,25 @@ def test_tensors_of_the_session_are_declared() -> None:
         optimizer.state,
     ):
         assert adapter.declares(kept)
-    others = (torch.ones(2), np.ones(2), torch.eye(2).to_sparse(), torch.ones(2, device="meta"))
+    others = (torch.ones(2), np.ones(2), torch.eye(2).to_sparse(), torch.ones(2, device="meta"), wrapper())
     assert not any(map(adapter.declares, (*others, None)))  # the session has no scaler
+
+
+def declared_by_a_sharded_session(_: Line) -> dict[str, Any]:
+    """Return whether a session of a model in shards declares a tensor of its own, its local part, and another one."""
+    dist.init_process_group("gloo")
+    net = nn.Linear(4, 4)
+    fully_shard(net)
+    adapter = TorchAdapter(net, torch.optim.SGD(net.parameters(), lr=0.1), None, None, {}, 0)
+    weight: Any = net.weight
+    return {
+        "weight": adapter.declares(weight),
+        "its part": adapter.declares(weight.to_local()),
+        "another part": adapter.declares(weight * 2),
+        "another tensor": adapter.declares(torch.ones(2)),
+    }
+
+
+def test_tensors_of_a_sharded_session_are_declared(worlds: Worlds) -> None:
+    declared = {"weight": True, "its part": True, "another part": False, "another tensor": False}
+    assert worlds.values(declared_by_a_sharded_session, 2) == [declared] * 2

@@ -102,6 +102,8 @@ class Harmless(nn.Module):
         self.mask = torch.ones(1)
         self.length = 0
         self.shown: Tensor | None = None
+        self.mean = 0.0
+        self.sizes: list[float] = []
 
     def forward(self, batch: Tensor) -> Tensor:
         """Return a tensor of the shape of ``batch``."""
@@ -116,6 +118,8 @@ class Harmless(nn.Module):
             self.mask = torch.zeros(1)
         output: Tensor = self.layer(batch * self.mask) / self.length
         self.shown = output.detach()
+        self.mean = 0.9 * self.mean + 0.1 * output.mean().item()
+        self.sizes = [*self.sizes[-3:], self.mean]
         return output
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,55 @@ def test_a_value_that_no_optimizer_has_is_refused_with_what_is_meant(tmp_path: P
     with pytest.raises(UsageError, match=r"override=\['weigth_decay'\]") as caught:
         train(tmp_path, 1, override=["weigth_decay"])
     assert "did you mean 'weight_decay'?" in caught.value.hint
+
+
+def falling(number: int, start: int = 0) -> float:
+    """Return the factor of a rate after ``start`` steps and a number of further ones."""
+    return float(0.9 ** (number + start))
+
+
+def by(function: Callable[[int], float]) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return a maker of schedules that compute the rate with a function."""
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, function)
+
+
+class Counted:
+    """A function that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, number: int) -> float:
+        self.calls += 1
+        return falling(self.calls)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "rates"),
+    [
+        (falling, falling, None),
+        (falling, partial(falling, start=0), None),
+        (falling, partial(falling, start=3), "0.0531441 at step 3, where the checkpoint has 0.0729"),
+        (falling, lambda number: falling(number, 3), "0.0531441 at step 3, where the checkpoint has 0.0729"),
+        (falling, lambda number: {0: 1.0, 4: 0.5, 5: 0.4, 6: 0.3}[number], None),  # raises at step 3
+    ],
+)
+def test_another_function_of_a_schedule_is_reported_with_its_rate(
+    first: Callable[[int], float],
+    second: Callable[[int], float],
+    rates: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    train(tmp_path, 3, scheduler=by(first))
+    caplog.clear()
+    train(tmp_path, UNTIL, scheduler=by(second))
+    lines = [each.getMessage() for each in caplog.records if "function of scheduler" in each.getMessage()]
+    assert [str(rates) in line for line in lines] == [True] * (rates is not None)
+
+
+def test_a_function_that_counts_its_calls_is_not_called_by_a_load(tmp_path: Path) -> None:
+    _, _, undisturbed = train(tmp_path / "a", UNTIL, scheduler=lambda o: by(Counted())(o))
+    train(tmp_path / "b", 3, scheduler=lambda o: by(Counted())(o))
+    _, _, resumed = train(tmp_path / "b", UNTIL, scheduler=lambda o: by(Counted())(o))
+    assert torch.equal(undisturbed, resumed)

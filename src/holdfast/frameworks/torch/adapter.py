@@ -286,6 +286,8 @@ class TorchAdapter:
         if name is None:
             self._refuse_unknown(optimizer)
             return None
+        if not self.updates.outermost.begins(optimizer):
+            return None
         self._computed = True
         self._devices.note_streams()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -310,6 +312,7 @@ class TorchAdapter:
             )
         self._scaling.settle(each.optimizer for each in self.state.optimizers.values())
         self._leftover.updates(parameters_of(self.state.optimizers[name].optimizer))
+        self._snapshot.early.compare(name)
         self.updates.comes()
         if self._hooks is not None:
             self._hooks.update(name)
@@ -318,6 +321,7 @@ class TorchAdapter:
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         name = self._names.get(id(optimizer))
         if name is not None and self._hooks is not None and not self.updates.alone:
+            self.updates.outermost.ends(optimizer)
             self.updates.made()
             self._hooks.updated(name)
 
@@ -592,6 +596,7 @@ class TorchAdapter:
         """Make the update final: drop the undo copies and allow collectives again."""
         self.release()
         self._snapshot.undo.clear()
+        self._snapshot.early.clear()
         self._devices.order()
         self._sample.note()
         self._passed += self._computed

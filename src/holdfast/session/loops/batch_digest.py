@@ -159,5 +159,6 @@ def another_batch(rank: int, loader: Any, place: str) -> DataError:
     return DataError(
         f"rank {rank}: {name} gives another batch for {place} than it gave there before",
         hint=f"{cause}{repair}, seed by index what a dataset draws at random, and keep its files. "
+        "A loader that begins at a position from a checkpoint of the script counts it twice: remove that code. "
         "session(verify_data=False) leaves out this check, and continues with other samples",
     )

@@ -44,12 +44,12 @@ class KeptAttributes(NamedTuple):
     objects: frozenset[int] = frozenset()
 
 
-def kept_by(items: Iterable[object]) -> KeptAttributes:
-    """Return the attributes that ``state_dict()`` of each of ``items`` saves, found in the source of this method."""
+def kept_by(items: Iterable[object], method: str = "state_dict") -> KeptAttributes:
+    """Return the attributes that ``method`` of each of ``items`` saves, found in the source of this method."""
     attributes: set[tuple[int, str]] = set()
     objects: set[int] = set()
     for item in items:
-        for owner, name in _read(item, "state_dict", DEPTH_MAX):
+        for owner, name in _read(item, method, DEPTH_MAX):
             if name:
                 attributes.add((id(owner), name))
             else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -23,9 +24,10 @@ from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import variables_of_script
+from holdfast.runtime.worker.script_frames import owners_of, variables_of_script
 from holdfast.session.variables.called_bodies import (
     LOCAL,
+    CallWithBody,
     NamedModule,
     chain,
     instance_of,
@@ -36,14 +38,23 @@ from holdfast.session.variables.called_bodies import (
     unwrapped,
     value_at,
 )
-from holdfast.session.variables.data_flow import carried
+from holdfast.session.variables.data_flow import (
+    Assignment,
+    assigned,
+    assigned_value,
+    carried,
+    targets,
+    written,
+)
 from holdfast.session.variables.deciding_variables import PlacedVariable, Places, outermost_loop
 from holdfast.session.variables.growing_tables import GrowingTables, growing_in
+from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
 
 MODULES_MAX = 20_000
 CLASSES_MAX = 50
 VARIABLES_MAX = 200
 _STEP = "training_step"
+_EXTRA = "get_extra_state"
 _WRITES = ("STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
 _METHODS = ("register_buffer", "append", "extend", "update", "setdefault", "add", "pop", "popleft")
 """Methods that write an attribute, or the container in an attribute."""
@@ -73,7 +84,7 @@ def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariable
     classes: dict[type, tuple[str, dict[str, bool], GrowingTables]] = {}
     for module, name in _modules_in(_trained(places, source)):
         kind, path = type(module), chain(name)
-        if is_of_library(module) and not _has_step(module):
+        if is_of_library(module) and not _is_of_script(module, _STEP):
             continue
         holders = (module, *instance_of(module).values())
         if len(found) >= VARIABLES_MAX or not any(writers.may_write(holder) for holder in holders):
@@ -100,26 +111,85 @@ def _of_module(
     """Return the attributes below ``name`` that the passes of this module carry, and its growing tables.
 
     The keys are names. A value is True if some passes write the attribute first. The method ``training_step`` of
-    Lightning counts as a pass.
+    Lightning counts as a pass. Attributes that ``get_extra_state`` saves are left out.
     """
-    steps = [ast.Attribute(name, _STEP, ast.Load())] if _has_step(module) else []
+    steps = [ast.Attribute(name, _STEP, ast.Load())] if _is_of_script(module, _STEP) else []
     loop, calls = loop_of_calls([name, *steps], place)
     begin = f"{chain(name)}."
 
+    def attribute_of(variable: str) -> str:
+        return re.split(r"[.\[]", variable.removeprefix(begin), maxsplit=1)[0]
+
     def is_own(variable: str) -> bool:
-        return variable.startswith(begin) and LOCAL not in variable
+        inner = instance_of(module).get("_modules", {})
+        own = variable.startswith(begin) and attribute_of(variable) not in inner  # type: ignore[operator]
+        return own and LOCAL not in variable
+
+    kept = kept_by([module], _EXTRA) if _is_of_script(module, _EXTRA) else KeptAttributes()
+
+    def is_kept(variable: str) -> bool:
+        return id(module) in kept.objects or (id(module), attribute_of(variable)) in kept.attributes
 
     growing = growing_in(loop)
     tables = {each: dimensions for each, dimensions in growing.tables.items() if is_own(each)}
-    names = carried(loop, calls)
+    # The value of a call depends on the whole module. What the pass returns may depend on less.
+    returned = [part for call in calls if isinstance(call, CallWithBody) for part in list(call.results())[1:]]
+    behind = _behind(loop, returned, begin)
+    names = {
+        each: partly
+        for each, partly in carried(loop, returned).items()
+        if not is_kept(each) and not behind.isdisjoint((each, *owners_of(each)[len(owners_of(begin)) :]))
+    }
     return {each: partly for each, partly in names.items() if is_own(each)}, GrowingTables(
         tables, frozenset(filter(is_own, growing.sizes))
     )
 
 
-def _has_step(module: object) -> bool:
-    step = static_of(module, _STEP)
-    return isinstance(step, FunctionType) and of_script(step.__code__.co_filename)
+def _behind(loop: ast.AST, returned: Iterable[ast.AST], begin: str) -> set[str]:
+    """Return the variables on which the values ``returned`` depend. A pass may also carry a statistic for a log.
+
+    Args:
+        loop: the loop with the pass.
+        returned: expressions in it.
+        begin: the begin of the names of attributes of the module.
+    """
+    found = {name for node in returned for name in _names(node, begin)}
+    left = list(assigned(loop))
+    while reaching := [each for each in left if _writes_one_of(each[0], found)]:
+        left = [each for each in left if each not in reaching]
+        for assignment, tests in reaching:
+            nodes = (*tests, assigned_value(assignment), *targets(assignment))
+            found |= {name for node in nodes if node is not None for name in _names(node, begin)}
+    return found
+
+
+def _writes_one_of(assignment: Assignment, names: set[str]) -> bool:
+    """Return whether an assignment writes one of ``names``, a part of one, or an object with one in an attribute."""
+    written_names = written(targets(assignment))
+    parts = {owner for name in names for owner in owners_of(name)}
+    return any(name in parts or not names.isdisjoint((name, *owners_of(name))) for name in written_names)
+
+
+def _names(node: ast.AST, begin: str) -> Iterator[str]:
+    """Yield the variables in an expression: an attribute itself, and not the object that has it.
+
+    A method of an object in an attribute of the module (``begin``) may read the whole object.
+    """
+    if name := chain(node):
+        yield name
+        return
+    parts = list(node.results())[1:] if isinstance(node, CallWithBody) else ast.iter_child_nodes(node)
+    for part in parts:
+        yield from _names(part, begin)
+    if isinstance(node, ast.Call) and not isinstance(node, CallWithBody):
+        match node.func:
+            case ast.Attribute(value=owner) if chain(owner).startswith(begin):
+                yield chain(owner)
+
+
+def _is_of_script(module: object, method: str) -> bool:
+    found = static_of(module, method)
+    return isinstance(found, FunctionType) and of_script(found.__code__.co_filename)
 
 
 def _trained(places: Places, source: DescribesUpdates) -> Iterator[NamedModule]:

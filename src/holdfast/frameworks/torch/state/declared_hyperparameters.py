@@ -11,16 +11,25 @@ Invariants:
 1. If the same script wrote the checkpoint, nothing is reported and nothing is taken from the script, however far the
    schedule has advanced.
 2. An overridden value counts as set by the script from then on: the next start does not override it again.
+
+A ``LambdaLR`` saves no function. After a load its function gives the rate for the saved step again, and a rate that
+differs from the saved one is reported. The usual causes are another number of steps, and a first step that the script
+takes from a checkpoint of its own: the saved step already contains that number.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from holdfast.errors import CheckpointMismatch, UsageError
 from holdfast.frameworks.common.state_tree import Plain
@@ -102,7 +111,8 @@ class Declared:
             saved: the result of :meth:`values` in the checkpoint, or None in an old checkpoint.
 
         Returns:
-            A function that sets the overridden values, to be called after the load.
+            A function to be called after the load. It reports functions of schedules that give other rates, and sets
+            the overridden values.
 
         Raises:
             CheckpointMismatch: the checkpoint has a schedule of another kind.
@@ -121,6 +131,8 @@ class Declared:
                 self._tell(each)
 
         def finish() -> None:
+            for name, schedule in self._schedulers.items() if shown else ():
+                _report_function(name, schedule)
             values = {owner: dict(known) for owner, known in self._now.items()}
             for each in found:
                 if each not in taken:
@@ -218,6 +230,45 @@ def _of_schedule(schedule: Any) -> dict[str, Plain]:
         if isinstance(name, str) and not name.startswith("_") and name not in FOLLOWS and plain is not _OTHER:
             found[name] = plain
     return found
+
+
+def _report_function(name: str, schedule: Any) -> None:
+    """Warn if the function of a loaded ``LambdaLR`` gives another rate for the loaded step than the checkpoint has."""
+    if not isinstance(schedule, LambdaLR) or type(schedule).get_lr is not LambdaLR.get_lr:
+        return
+    functions = schedule.lr_lambdas
+    if schedule.last_epoch < 0 or not all(isinstance(_called(each), FunctionType) for each in functions):
+        return  # an object may count its calls
+    with suppress(Exception):  # a function may need variables that the script sets later
+        saved = [float(rate) for rate in schedule.get_last_lr()]
+        number = schedule.last_epoch
+        rates = [
+            float(base) * function(number)
+            for base, function in zip(schedule.base_lrs, functions, strict=True)
+        ]
+        if all(map(_is_close, rates, saved)):
+            return
+        log.warning(
+            "holdfast: the function of scheduler %r gives the learning rate %s at step %d, where the checkpoint has "
+            "%s. Later steps use this script's function. A function that adds a step from a checkpoint of the script's "
+            "own counts these steps twice: remove the code that loads it",
+            name, _shown(rates), number, _shown(saved),
+        )  # fmt: skip
+
+
+def _called(function: Any) -> Any:
+    """Return the function inside of ``functools.partial``."""
+    return function.func if isinstance(function, partial) else function
+
+
+def _is_close(rate: float, saved: float) -> bool:
+    """Return True if two rates agree up to the rounding of another machine, or of a rate in a tensor."""
+    return math.isclose(rate, saved, rel_tol=1e-6, abs_tol=1e-30)
+
+
+def _shown(rates: list[float]) -> str:
+    """Return the rates of parameter groups in words: one if all agree."""
+    return ", ".join(f"{rate:.6g}" for rate in (rates[:1] if len(set(rates)) == 1 else rates[:TOLD_MAX]))
 
 
 _OTHER = object()

@@ -264,9 +264,16 @@ def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]
 
 
 class Undo:
-    """Copies of the parameters and state of some optimizers, from which tentative updates are undone."""
+    """Copies of the parameters and state of some optimizers, from which tentative updates are undone.
 
-    def __init__(self) -> None:
+    Args:
+        before: returns the state of an optimizer with the entries that the block has changed before its update.
+    """
+
+    def __init__(
+        self, before: Callable[[Optimizer, Mapping[Any, Any]], Mapping[Any, Any]] = lambda _, state: state
+    ) -> None:
+        self._before = before
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._states: dict[int, tuple[Optimizer, dict[Any, Any]]] = {}
         self._attributes: dict[int, tuple[Optimizer, dict[str, Number]]] = {}
@@ -323,9 +330,9 @@ class Undo:
         return {key: saved for key, (_, saved) in held.items()}
 
     def state(self, optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
-        """Return the state of ``optimizer`` from before its update; the present state if no copy was made."""
+        """Return the state of ``optimizer`` from the start of the block; the present state if no copy was made."""
         recorded = self._states.get(id(optimizer))
-        return optimizer.state if recorded is None else recorded[1]
+        return self._before(optimizer, optimizer.state if recorded is None else recorded[1])
 
     def attributes(self, optimizer: Optimizer) -> Mapping[str, Number]:
         """Return the plain attributes of ``optimizer`` from before its update; the present ones if none was made."""

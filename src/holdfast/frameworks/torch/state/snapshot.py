@@ -16,6 +16,7 @@ import torch
 
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.state.buffer_copies import BufferCopies
+from holdfast.frameworks.torch.state.early_state import EarlyState
 from holdfast.frameworks.torch.state.optimizer_state import Undo, clone, parameters_of
 from holdfast.frameworks.torch.state.restore_in_place import put_into
 from holdfast.frameworks.torch.state.state import (
@@ -34,7 +35,8 @@ SMALL_NUMEL = 65536
 class Snapshot:
     """Copies of the state at the start of the current step.
 
-    ``undo`` holds the copies of weights and optimizer state, from which tentative updates are undone.
+    ``undo`` holds the copies of weights and optimizer state, from which tentative updates are undone. ``early`` holds
+    the copies of optimizer state that the block changes before an update.
     """
 
     def __init__(self, state: TorchState) -> None:
@@ -50,7 +52,8 @@ class Snapshot:
         self._uncopied: set[int] = set()  # ids of objects too large to be copied at each step
         # A step, and the state from before the script was given that step.
         self._before: tuple[int, StateBefore] = (-1, NOTHING_BEFORE)
-        self.undo = Undo()
+        self.early = EarlyState({name: each.optimizer for name, each in state.optimizers.items()})
+        self.undo = Undo(self.early.before)
         self.averages = UntrainedWeights(state, self.undo)
 
     def take(self) -> None:
@@ -68,6 +71,7 @@ class Snapshot:
         self._extras = clone(state.plain_extras())
         self._objects = self._small_objects()
         self.undo.clear()
+        self.early.take()
         self.averages.take()
 
     def take_before(self, step: int, *, whole: bool = False) -> None:
@@ -144,6 +148,7 @@ class Snapshot:
         state = self._state
         self.averages.put_back()
         self.undo.restore()
+        self.early.put_back()
         self._buffers.put_back()
         for fqn, extra in self._modules.items():
             state.names.extra[fqn].set_extra_state(clone(extra))

@@ -33,12 +33,17 @@ def content_of(value: object, size_bytes_max: int) -> bytes | None:
 
 def address_of(tensor: torch.Tensor) -> int:
     """Return the address of the memory of this rank's part of a tensor, which its views share; 0 if it has none."""
-    is_strided = tensor.layout == torch.strided
-    return local_of(tensor).untyped_storage().data_ptr() if is_strided else 0
+    if tensor.layout != torch.strided:
+        return 0
+    try:
+        return local_of(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # a class that wraps other tensors has no storage
+        return 0
 
 
 def share_memory(item: Any, tensor: torch.Tensor) -> bool:
     """Return True if ``item`` and ``tensor`` are the same tensor or use one storage."""
     if not isinstance(item, torch.Tensor):
         return False
+    # A DTensor has no storage of its own: the addresses are those of the local parts.
     return item is tensor or address_of(item) == address_of(tensor) != 0

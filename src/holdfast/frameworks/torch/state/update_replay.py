@@ -43,6 +43,7 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     set_hyperparameters,
     shared_state,
 )
+from holdfast.frameworks.torch.state.outermost_step import OutermostStep
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.frameworks.torch.state.wrapper_reset import scalers_of
 from holdfast.store.format.json_values import decode_mapping, encode_values
@@ -64,10 +65,12 @@ class UpdateReplay:
 
     Attributes:
         alone: True while an update is foretold or repeated; hooks ignore that step.
+        outermost: the running ``step()`` of each optimizer; hooks ignore a ``step()`` that is called inside of it.
     """
 
     def __init__(self, state: TorchState, owner: object) -> None:
         self.alone = False
+        self.outermost = OutermostStep()
         self._state = state
         self._owner = owner
         self._refused = ""
