@@ -133,6 +133,45 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "loss.backward()\n"
         "optimizer.step()"
     ): (),
+    # Two caches under one condition, whose keys are not the value that the condition asks for (HiFi-GAN).
+    (
+        "if top not in bases:\n"
+        "    base = filters(bands, top)\n"
+        "    bases[str(top) + str(batch.device)] = base.to(batch.device)\n"
+        "    windows[str(batch.device)] = hann(width).to(batch.device)\n"
+        "loss = x * bases[str(top) + str(batch.device)] * windows[str(batch.device)]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
+    (
+        "key = f'{top}_{batch.device}'\n"
+        "if key not in bases:\n"
+        "    bases[key] = filters(bands, top)\n"
+        "    windows[key] = hann(width)\n"
+        "loss = x * bases[key] * windows[key]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
+    # The second container has an entry that follows from another value than its key, or from a change.
+    (
+        "n, m = shape(batch)\n"
+        "if n not in bases:\n"
+        "    bases[n] = filters(n)\n"
+        "    windows[m] = hann(n)\n"
+        "loss = x * bases[n] * windows[m]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("bases", "windows"),
+    (
+        "n = len(batch)\n"
+        "if n not in bases:\n"
+        "    bases[n] = filters(n)\n"
+        "    made = made + 1\n"
+        "    windows[n] = hann(n)\n"
+        "loss = x * bases[n] * windows[n] * made\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("bases", "made", "windows"),
     # No caches: the values depend on earlier ones, or on the largest size so far, or the size is another one.
     (
         "n = len(batch)\n"
