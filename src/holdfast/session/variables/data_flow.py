@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from types import FunctionType, ModuleType
 from typing import NamedTuple
 
+from holdfast.runtime.worker.script_attributes import has_static, static_of
 from holdfast.runtime.worker.script_frames import owners_of, values_of
-from holdfast.session.variables.called_bodies import CallWithBody, chain, of_script, static_of
+from holdfast.session.variables.called_bodies import CallWithBody, chain, of_script
 
 Loop = ast.For | ast.While
 Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For
@@ -505,7 +506,7 @@ def _may_change(parts: Set[str], stored: Set[str]) -> bool:
         stored: the variables that the block writes.
     """
     values = [value for each in parts if not isinstance(value := value_now(each), ModuleType | type)]
-    has_numbers = any(hasattr(value, "dtype") or hasattr(value, "parameters") for value in values)
+    has_numbers = any(has_static(value, "dtype") or has_static(value, "parameters") for value in values)
     return has_numbers or not stored.isdisjoint(parts)
 
 
@@ -771,7 +772,7 @@ def _is_container(name: str) -> bool:
 def _is_tensor(name: str) -> bool:
     """Return whether the variable ``name`` is now a tensor or an array."""
     value = value_now(name)
-    return hasattr(value, "dtype") and not hasattr(value, "parameters")  # some modules have a dtype
+    return has_static(value, "dtype") and not has_static(value, "parameters")  # some modules have a dtype
 
 
 def _is_own(name: str) -> bool:
