@@ -368,6 +368,14 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nfor n, p in zip(names, ema.named_buffers()):\n    p.data = it * p.data\nit += 1": (
         "it",
     ),
+    # Another state dict in the place of the one that goes into a file (Demucs). Without it, the weights change.
+    "optimizer.step()\npackage = {}\npackage['state'] = model.state_dict()\nif changed:\n"
+    "    package['state'] = best\n    changed = False\nif n % 8 == 0:\n    changed = True\nn += 1": (),
+    "optimizer.step()\nkept = ema.state_dict()\nif changed:\n    kept['w'] = best\n    changed = False\n"
+    "if n % 8 == 0:\n    changed = True\nn += 1": ("changed", "n"),
+    "optimizer.step()\npackage['state'] = ema.state_dict()\nif n > 8:\n    package['state'][name] = best\nn += 1": (
+        "n",
+    ),
     "optimizer.step()\nkept = ema.state_dict()\nfor k in kept:\n    p = kept[k]\n    p.add_(q, alpha=it)\nit += 1": (
         "it",
     ),

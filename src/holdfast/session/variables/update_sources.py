@@ -32,7 +32,7 @@ def sources(body: ast.AST, state: Set[str]) -> list[ast.AST]:
         body: a loop, with the bodies of the functions that it calls.
         state: names from :func:`changed` that are state of the session.
     """
-    return _sources(body, _tensors(body, state))
+    return _sources(body, _tensors(body, state), state)
 
 
 def changed(loop: ast.AST) -> set[str]:
@@ -107,13 +107,31 @@ def _is_of(target: ast.expr, tensors: Set[str]) -> bool:
     return not {name, *owners_of(name)}.isdisjoint(tensors)
 
 
-def _sources(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
+def _replaces(target: ast.expr, tensors: Set[str], state: Set[str]) -> bool:
+    """Return whether an assignment to ``target`` puts another value in the place of a tensor, or into its container.
+
+    An element or attribute that got the weights in this loop (``package["state"] = model.state_dict()``) may get
+    another value, which changes no weight.
+    """
+    name = _name(target)
+    match target:
+        case ast.Attribute():
+            whole = True
+        case ast.Subscript(slice=ast.Constant(value=str(key))):
+            whole = name.endswith(f'["{key}"]')
+        case _:
+            whole = False
+    return name in state or not tensors.isdisjoint(owners_of(name) if whole else (name, *owners_of(name)))
+
+
+def _sources(node: ast.AST, tensors: Set[str], state: Set[str]) -> list[ast.AST]:
     parts = ast.iter_child_nodes(node)
-    found = [*_values(node, tensors), *(source for part in parts for source in _sources(part, tensors))]
+    inside = (source for part in parts for source in _sources(part, tensors, state))
+    found = [*_values(node, tensors, state), *inside]
     return [*found, node.test] if found and isinstance(node, ast.If) else found
 
 
-def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
+def _values(node: ast.AST, tensors: Set[str], state: Set[str]) -> list[ast.AST]:
     """Return the expressions from which one statement sets a rate, computes gradients, or changes weights or state.
 
     A rate is a setting of a parameter group that schedules change. An assignment ``group["lr"] = ...`` sets a rate.
@@ -140,10 +158,13 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
             "lerp_",
         ) or (name in _IN_PLACE and _is_of(tensor, tensors)):
             return [*arguments, *(keyword.value for keyword in node.keywords)]
-        case (
-            ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target], value=value)
-            | ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target, value=value)
-        ) if _is_of(target, tensors):
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target], value=value) if _replaces(
+            target, tensors, state
+        ):
+            return [value, target.slice] if isinstance(target, ast.Subscript) else [value]
+        case ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target, value=value) if _is_of(
+            target, tensors
+        ):
             return [value, target.slice] if isinstance(target, ast.Subscript) else [value]
         case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
             return [value]
