@@ -369,8 +369,8 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "it",
     ),
     # Another state dict in the place of the one that goes into a file (Demucs). Without it, the weights change.
-    "optimizer.step()\npackage = {}\npackage['state'] = model.state_dict()\nif changed:\n"
-    "    package['state'] = best\n    changed = False\nif n % 8 == 0:\n    changed = True\nn += 1": (),
+    "optimizer.step()\npackage = {}\npackage['state'] = model.state_dict()\npackage[name] = ema.state_dict()\n"
+    "if changed:\n    package['state'] = best\n    changed = False\nif n % 8 == 0:\n    changed = True\nn += 1": (),
     "optimizer.step()\nkept = ema.state_dict()\nif changed:\n    kept['w'] = best\n    changed = False\n"
     "if n % 8 == 0:\n    changed = True\nn += 1": ("changed", "n"),
     "optimizer.step()\npackage['state'] = ema.state_dict()\nif n > 8:\n    package['state'][name] = best\nn += 1": (
