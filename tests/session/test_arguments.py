@@ -52,6 +52,31 @@ def test_a_misspelled_argument_is_answered_with_the_right_one(wrong: dict[str, A
     assert says in caught.value.message and "model, optimizer, scheduler" in caught.value.hint
 
 
+class NativeScaler:
+    """timm's scaler: an object that holds a ``GradScaler``."""
+
+    def __init__(self) -> None:
+        self._scaler = torch.amp.GradScaler("cpu")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the state."""
+        self._scaler.load_state_dict(state)
+
+
+def test_an_object_around_a_scaler_is_answered_with_the_one_inside() -> None:
+    """Regression: a private attribute of GradScaler was missing at the first step, where the run ended."""
+    with (
+        pytest.raises(UsageError, match="scaler is a NativeScaler, and not a GradScaler") as caught,
+        holdfast.session(**parts(), scaler=NativeScaler()),
+    ):
+        pass
+    assert caught.value.hint == "scaler=scaler._scaler, the one inside; anything else goes into state={...}"
+
+
 def test_arguments_that_are_missing_or_have_no_name() -> None:
     made: Any = holdfast.session
     with pytest.raises(UsageError, match=r"missing a required .*argument: 'optimizer'") as caught:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.errors import ImpureBlockError, UsageError
+from holdfast.errors import ImpureBlockError, StateError, UsageError
 from holdfast.session.steps.step import Step
 from tests.session.test_solo import Job, bare, same
 
@@ -137,6 +137,14 @@ class Script:
             self.net.weight.copy_(self.net.weight / 1.1)
         self.learn(torch.ones(4, 2))
 
+    def decaying(self) -> None:
+        """Shrink the trained weights through ``.data`` before the update, as fastai's wrapper of an optimizer does."""
+        self.optimizer.zero_grad()
+        self.net(torch.ones(4, 2)).square().mean().backward()
+        for parameter in self.net.parameters():
+            parameter.data.mul_(0.9)
+        self.optimizer.step()
+
     def scheduling(self) -> None:
         """Set the learning rate from an object that counts its calls."""
         self.warmup.step(self.optimizer)
@@ -214,11 +222,20 @@ def test_a_block_that_removes_its_gradients_after_a_named_update_is_checked(way:
     assert runs == (4 if refused else 3)
 
 
-def test_a_block_that_writes_a_trained_weight_before_its_update_is_refused_by_name() -> None:
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("way", ["normalizing", "decaying"])
+def test_a_block_that_writes_a_trained_weight_before_its_update_is_refused_by_name(
+    way: str, named: bool
+) -> None:
     """A block that runs again would write it twice. Regression: a counter of the script was named as the cause."""
     script = Script()
-    with pytest.raises(ImpureBlockError, match=r"it writes weight before its update \(write weights after"):
-        script.train(script.normalizing)
+    with (
+        pytest.raises(ImpureBlockError, match=r"it writes weight before its update \(write weights after"),
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for step in s.steps(until=2):
+            with step, step.update("all") if named else nullcontext():
+                getattr(script, way)()
 
 
 class Shards:
@@ -298,6 +315,64 @@ def test_a_variable_that_the_runs_have_not_assigned_is_no_cause() -> None:
                 shown = step.number
                 print(shown)
     assert "shards.current_position" in str(caught.value) and "shown" not in str(caught.value)
+
+
+class Settings(dict[str, float]):
+    """Settings of a script, read as attributes. An unknown name raises a KeyError."""
+
+    rate: float
+    unknown: float
+    __getattr__ = dict.__getitem__
+
+
+class LooseSettings(dict[str, float]):
+    """Settings of a script, read as attributes. An unknown name gives None."""
+
+    rate: float
+    __getattr__ = dict.get
+
+
+def test_a_script_may_keep_its_settings_in_a_dict_with_attributes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regression: the search for generators asked each variable for an attribute, so the run ended at step 0."""
+    script, settings, loose = Script(), Settings(rate=0.5), LooseSettings(rate=0.5)
+    with holdfast.session(model=script.net, optimizer=script.optimizer) as s:
+        for step in s.steps(until=2):
+            with step:
+                rate = settings.rate * loose.rate
+                if script.count:
+                    rate *= settings.unknown
+                script.learn(torch.ones(4, 2) * rate)
+    assert s.step == 2 and not caplog.messages
+
+
+def test_a_dict_with_attributes_in_the_state_is_refused_by_name() -> None:
+    """Regression: a KeyError for ``may_differ`` ended the script."""
+    script = Script()
+    with (
+        pytest.raises(StateError, match=r"state\.seen: an object of type .*Settings cannot be saved"),
+        holdfast.session(
+            model=script.net, optimizer=script.optimizer, state={"seen": Settings(steps=0)}
+        ) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                script.pure()
+
+
+def test_a_dict_with_attributes_is_not_named_as_a_generator() -> None:
+    """Regression: an object that has each attribute counted as a generator of NumPy."""
+    script, loose, calls = Script(), LooseSettings(rate=0.5), 0
+    with (
+        pytest.raises(ImpureBlockError) as caught,
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                calls += 1
+                script.learn(torch.ones(4, 2) * loose.rate * calls)
+    assert "calls" in str(caught.value) and "loose" not in str(caught.value)
 
 
 @pytest.mark.parametrize("first", [0, 3])

@@ -133,6 +133,45 @@ UPDATES: dict[str, tuple[str, ...]] = {
         "loss.backward()\n"
         "optimizer.step()"
     ): (),
+    # Two caches under one condition, whose keys are not the value that the condition asks for (HiFi-GAN).
+    (
+        "if top not in bases:\n"
+        "    base = filters(bands, top)\n"
+        "    bases[str(top) + str(batch.device)] = base.to(batch.device)\n"
+        "    windows[str(batch.device)] = hann(width).to(batch.device)\n"
+        "loss = x * bases[str(top) + str(batch.device)] * windows[str(batch.device)]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
+    (
+        "key = f'{top}_{batch.device}'\n"
+        "if key not in bases:\n"
+        "    bases[key] = filters(bands, top)\n"
+        "    windows[key] = hann(width)\n"
+        "loss = x * bases[key] * windows[key]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): (),
+    # The second container has an entry that follows from another value than its key, or from a change.
+    (
+        "n, m = shape(batch)\n"
+        "if n not in bases:\n"
+        "    bases[n] = filters(n)\n"
+        "    windows[m] = hann(n)\n"
+        "loss = x * bases[n] * windows[m]\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("bases", "windows"),
+    (
+        "n = len(batch)\n"
+        "if n not in bases:\n"
+        "    bases[n] = filters(n)\n"
+        "    made = made + 1\n"
+        "    windows[n] = hann(n)\n"
+        "loss = x * bases[n] * windows[n] * made\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    ): ("bases", "made", "windows"),
     # No caches: the values depend on earlier ones, or on the largest size so far, or the size is another one.
     (
         "n = len(batch)\n"
@@ -328,6 +367,14 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nfor p in model.parameters():\n    p.sub_(it * p)\nit += 1": ("it",),
     "optimizer.step()\nfor n, p in zip(names, ema.named_buffers()):\n    p.data = it * p.data\nit += 1": (
         "it",
+    ),
+    # Another state dict in the place of the one that goes into a file (Demucs). Without it, the weights change.
+    "optimizer.step()\npackage = {}\npackage['state'] = model.state_dict()\npackage[name] = ema.state_dict()\n"
+    "if changed:\n    package['state'] = best\n    changed = False\nif n % 8 == 0:\n    changed = True\nn += 1": (),
+    "optimizer.step()\nkept = ema.state_dict()\nif changed:\n    kept['w'] = best\n    changed = False\n"
+    "if n % 8 == 0:\n    changed = True\nn += 1": ("changed", "n"),
+    "optimizer.step()\npackage['state'] = ema.state_dict()\nif n > 8:\n    package['state'][name] = best\nn += 1": (
+        "n",
     ),
     "optimizer.step()\nkept = ema.state_dict()\nfor k in kept:\n    p = kept[k]\n    p.add_(q, alpha=it)\nit += 1": (
         "it",

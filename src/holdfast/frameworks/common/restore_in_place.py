@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.runtime.worker.script_attributes import attribute_of
+
 Fill = Callable[[Any, Any], bool]
 """A function that copies the contents of the second tensor into the first. False: they do not match."""
 
@@ -55,4 +57,4 @@ def _fill_array(current: Any, value: Any) -> bool:
 
 def has_state(item: Any) -> bool:
     """Return True if the object has the methods ``state_dict`` and ``load_state_dict``, like objects of torch."""
-    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+    return all(callable(attribute_of(item, name)) for name in ("state_dict", "load_state_dict"))

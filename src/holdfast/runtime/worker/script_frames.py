@@ -13,6 +13,7 @@ from types import CellType, CodeType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
 from holdfast.package import DIRECTORY
+from holdfast.runtime.worker.script_attributes import attribute_of
 
 OURS = str(DIRECTORY) + os.sep
 _MISSING = object()
@@ -143,7 +144,7 @@ def values_of(names: Iterable[str], place: tuple[str, int] | None = None) -> dic
             value = next((scope[owner] for scope in scopes if owner in scope), _MISSING)
         for part in parts:
             if not part.startswith("["):
-                value = getattr(value, part, _MISSING)
+                value = attribute_of(value, part, _MISSING)
             else:
                 value = value.get(part[2:-2], _MISSING) if isinstance(value, Mapping) else _MISSING
         if value is not _MISSING:

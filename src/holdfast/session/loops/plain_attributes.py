@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.runtime.worker.script_attributes import has_static
+
 VALUES_MAX = 20_000
 """Largest number of values in one copy. An object with more values holds data, not counters."""
 DEPTH_MAX = 32
@@ -99,7 +101,7 @@ def _is_constant(value: Any) -> bool:
 def _has_values_elsewhere(value: Any) -> bool:
     """Return whether an object has data outside of its attributes: a tensor, an array, or a subclass of a container."""
     kinds = (list, dict, tuple, set, frozenset, bytes, bytearray, int, float, str, deque)
-    return isinstance(value, kinds) or hasattr(value, "__array__") or hasattr(value, "__next__")
+    return isinstance(value, kinds) or has_static(value, "__array__") or has_static(value, "__next__")
 
 
 def put_back(live: Any, kept: Any, path: str = "") -> Any:

@@ -33,6 +33,7 @@ from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX
 from holdfast.errors import HoldfastError
 from holdfast.frameworks.common.adapter import Collected, StateAdapter
 from holdfast.frameworks.common.optional_abilities import ComparesCopies, DigestsBatches
+from holdfast.runtime.worker.script_attributes import attribute_of
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.loops.dataset_check import repeat_on_first
 from holdfast.store.format.json_values import encode_values
@@ -71,7 +72,7 @@ class ReplicaStateCheck:
 
     def __init__(self, adapter: StateAdapter, client: WorkerClient | None, state: Mapping[str, Any]) -> None:
         self._adapter = adapter
-        self._left_out = {name for name, item in state.items() if getattr(item, "may_differ", False)}
+        self._left_out = {name for name, item in state.items() if attribute_of(item, "may_differ", False)}
         self._peers = None if client is None or adapter.world_size == 1 else client
         self._recovered = client is not None and client.joining  # the first steps of the job are over
         self._key = self._key_at_end = ""

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import HoldfastError, ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import TRAINED, ProvesBlocks
+from holdfast.runtime.worker.script_attributes import has_static
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
 from holdfast.session.steps.undeclared_state import UndeclaredState
 from holdfast.session.variables.unassigned_variables import NotAssigned
@@ -389,9 +390,13 @@ def _variables(frame: FrameType) -> _Variables:
             plain[name] = value
         elif isinstance(value, NotAssigned):
             continue  # a placeholder, which has the methods of an iterator
-        elif isinstance(value, Iterator | random.Random) or hasattr(value, "bit_generator"):
+        elif isinstance(value, Iterator | random.Random) or has_static(value, "bit_generator"):
             drawing[name] = position_of(value) if isinstance(value, GeneratorType) else ""
-        elif not isinstance(value, type) and hasattr(value, "manual_seed") and hasattr(value, "get_state"):
+        elif (
+            not isinstance(value, type)
+            and has_static(value, "manual_seed")
+            and has_static(value, "get_state")
+        ):
             state = value.get_state().numpy().tobytes()  # of a generator of torch
             drawing[name] = f"at {zlib.crc32(state):08x}"
         elif name != "self" and not _is_ours(value):

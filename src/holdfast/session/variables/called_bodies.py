@@ -30,11 +30,11 @@ import textwrap
 import tokenize
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import ClassVar, NamedTuple, cast
 
+from holdfast.runtime.worker.script_attributes import instance_of, static_of
 from holdfast.runtime.worker.script_frames import (
     LIBRARIES,
     OURS,
@@ -507,28 +507,6 @@ def value_at(name: str, place: tuple[str, int]) -> object:
     for attribute in attributes:
         value = static_of(value, attribute)
     return value
-
-
-def static_of(holder: object, attribute: str) -> object:
-    """Return an attribute of an object or its class, without running code of the script.
-
-    The result is None if there is no such attribute.
-    """
-    found = instance_of(holder).get(attribute)
-    if found is not None:
-        return found
-    kind = cast("type", holder) if issubclass(type(holder), type) else type(holder)
-    return next((vars(base)[attribute] for base in kind.__mro__ if attribute in vars(base)), None)
-
-
-def instance_of(holder: object) -> dict[str, object]:
-    """Return the attributes of an object, and the modules that a torch module holds, without running its code."""
-    attributes: dict[str, object] = {}
-    if not issubclass(type(holder), type):  # isinstance would ask the object for its class
-        with suppress(AttributeError):  # it has slots only
-            attributes = object.__getattribute__(holder, "__dict__")
-    modules = attributes.get("_modules")
-    return {**modules, **attributes} if isinstance(modules, dict) else attributes
 
 
 def definition(code: CodeType) -> ast.FunctionDef | None:

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from types import FunctionType, ModuleType
 from typing import NamedTuple
 
+from holdfast.runtime.worker.script_attributes import has_static, static_of
 from holdfast.runtime.worker.script_frames import owners_of, values_of
-from holdfast.session.variables.called_bodies import CallWithBody, chain, of_script, static_of
+from holdfast.session.variables.called_bodies import CallWithBody, chain, of_script
 
 Loop = ast.For | ast.While
 Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For
@@ -333,49 +334,68 @@ def _text_of(test: ast.expr) -> str:
     return f"{id(test)}" if called else ast.unparse(test)
 
 
+class _Fill(NamedTuple):
+    """The assignment of an entry of a cache.
+
+    Attributes:
+        guard: the condition of the assignment.
+        behind: the variables behind the value of the entry, besides those in its key.
+    """
+
+    guard: ast.expr
+    behind: set[str]
+
+
 def _caches(block: ast.AST) -> set[str]:
     """Return the caches of ``block``: containers whose entries follow from their keys, and values from a comparison.
 
     A container is filled by ``if n not in masks: masks[n] = make_mask(n)``. Its entries may depend only on their key
-    and on what no step changes. Nothing else may be under the condition, and no other expression may ask which keys
-    there are. A cache carries nothing from step to step: a process that begins with an empty one makes the same
-    entries again. See :func:`_made_again` for values.
+    and on what no step changes. Only entries of other such containers may also be under the condition, and no other
+    expression may ask which keys there are. A cache carries nothing from step to step: a process that begins with an
+    empty one makes the same entries again. See :func:`_made_again` for values.
     """
-    found: dict[str, bool] = {}
+    found: dict[str, list[_Fill | None]] = {}
     every, stored = list(assigned(block)), written([block])
     for node, tests in every:
         for name in written(targets(node)):
-            found[name] = found.get(name, True) and _fills(name, node, tests, every, stored)
-    changed = (_changed_by(node) for node in ast.walk(block) if isinstance(node, ast.Call))
-    others = {name for name, *_ in filter(None, changed)}
-    caches = {name for name, fills in found.items() if fills and _only_fills_ask(name, block)}
+            found.setdefault(name, []).append(_fill(name, node, tests, every, stored))
+    fills = {name: [each for each in found[name] if each] for name in found if all(found[name])}
+    fills = {name: own for name, own in fills.items() if _only_fills_ask(name, block)}
+    behind: dict[ast.expr, set[str]] = {}
+    for fill in (each for own in fills.values() for each in own):
+        behind.setdefault(fill.guard, set(fills)).update(fill.behind)
+    caches = {
+        name
+        for name, own in fills.items()
+        if all(_written_under(fill.guard, every) <= behind[fill.guard] for fill in own)
+    }
     for each in ast.walk(block):
         if isinstance(each, ast.If):
             caches |= _made_again(each, block, every, stored)
-    return caches - others
+    changed = (_changed_by(node) for node in ast.walk(block) if isinstance(node, ast.Call))
+    return caches - {name for name, *_ in filter(None, changed)}
 
 
-def _fills(
+def _fill(
     name: str,
     node: Assignment,
     tests: Sequence[ast.expr],
     every: Sequence[tuple[Assignment, Sequence[ast.expr]]],
     stored: Set[str],
-) -> bool:
-    """Return whether an assignment to an element of ``name`` fills a cache.
+) -> _Fill | None:
+    """Return an assignment as that of an entry of the cache ``name``; None if its value follows not only from its key.
 
     Args:
         name, node, tests: the variable, the assignment, and the conditions around it.
         every: all assignments of the block, each with its conditions.
         stored: the variables that the block writes.
     """
-    if isinstance(node, ast.For) or node.value is None:
-        return False
-    match tests[-1:]:
-        case [ast.Compare(left=key) as guard] if _fills_cache(node, tests):
-            behind = _behind(node.value, names_in([key]), guard, every, stored)
-            return behind is not None and _written_under(guard, every) <= behind | {name}
-    return False
+    if isinstance(node, ast.For) or node.value is None or not _fills_cache(node, tests):
+        return None
+    keys = [target.slice for target in targets(node) if isinstance(target, ast.Subscript)]
+    given = set.intersection(*(names_in([key]) for key in keys))
+    behind = _behind(node.value, given, tests[-1], every, stored)
+    return None if behind is None else _Fill(tests[-1], behind)
 
 
 def _behind(
@@ -391,7 +411,7 @@ def _behind(
         value: the right side of an assignment.
         given: names on which the value may depend.
         guard: the condition of the assignment. Variables that are assigned only under it are followed.
-        every, stored: as for :func:`_fills`.
+        every, stored: as for :func:`_fill`.
     """
     behind, waiting = set[str](), names_in([value])
     while waiting:
@@ -399,7 +419,7 @@ def _behind(
         parts = {each, *owners_of(each)}
         if each in behind or not given.isdisjoint(parts) or each.rpartition(".")[2] in _KINDS:
             continue
-        behind.add(each)
+        behind |= parts
         sources = [other for other in every if not written(targets(other[0])).isdisjoint(parts)]
         if any(guard not in around for _, around in sources) or (not sources and _may_change(parts, stored)):
             return None
@@ -486,7 +506,7 @@ def _may_change(parts: Set[str], stored: Set[str]) -> bool:
         stored: the variables that the block writes.
     """
     values = [value for each in parts if not isinstance(value := value_now(each), ModuleType | type)]
-    has_numbers = any(hasattr(value, "dtype") or hasattr(value, "parameters") for value in values)
+    has_numbers = any(has_static(value, "dtype") or has_static(value, "parameters") for value in values)
     return has_numbers or not stored.isdisjoint(parts)
 
 
@@ -752,7 +772,7 @@ def _is_container(name: str) -> bool:
 def _is_tensor(name: str) -> bool:
     """Return whether the variable ``name`` is now a tensor or an array."""
     value = value_now(name)
-    return hasattr(value, "dtype") and not hasattr(value, "parameters")  # some modules have a dtype
+    return has_static(value, "dtype") and not has_static(value, "parameters")  # some modules have a dtype
 
 
 def _is_own(name: str) -> bool:

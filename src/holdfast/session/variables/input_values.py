@@ -22,8 +22,8 @@ from typing import Any, cast
 
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import owners_of, values_of
-from holdfast.session.variables.called_bodies import instance_of
 from holdfast.session.variables.deciding_variables import VARIABLES_MAX, PlacedVariable, all_places, described
 from holdfast.session.variables.loop_inputs import InputOrigin, LoopInput, loop_inputs
 from holdfast.session.variables.search_defects import warns_of_defects

@@ -20,13 +20,12 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import NamedTuple
 
+from holdfast.runtime.worker.script_attributes import instance_of, static_of
 from holdfast.session.variables.called_bodies import (
     DEPTH_MAX,
     chain,
     definition,
-    instance_of,
     of_script,
-    static_of,
 )
 
 _WHOLE = ("__dict__", "__getstate__")

@@ -24,17 +24,16 @@ from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.runtime.worker.script_attributes import instance_of, static_of
 from holdfast.runtime.worker.script_frames import owners_of, variables_of_script
 from holdfast.session.variables.called_bodies import (
     LOCAL,
     CallWithBody,
     NamedModule,
     chain,
-    instance_of,
     is_of_library,
     loop_of_calls,
     of_script,
-    static_of,
     unwrapped,
     value_at,
 )

@@ -21,6 +21,7 @@ from itertools import islice
 from types import FunctionType, ModuleType
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.runtime.worker.script_attributes import has_static
 from holdfast.session.variables.growing_tables import first_parts
 from holdfast.session.variables.look_schedule import LOOKS, number_of_look
 from holdfast.session.variables.plain_values import CONTAINERS
@@ -107,7 +108,7 @@ def _parts(value: object, source: DescribesUpdates, depth: int) -> Iterator[str]
     """Yield a text for each plain value, tensor and array in nested containers, and in the attributes of objects."""
     if isinstance(value, _PLAIN):
         yield repr(value)
-    elif hasattr(value, "dtype"):
+    elif has_static(value, "dtype"):
         yield repr(source.digest_of(value))
     elif isinstance(value, dict):
         for key, item in value.items():
@@ -124,4 +125,4 @@ def _is_rare(value: object, plain: PlainValue | None) -> bool:
     """Return whether a tensor or array has no plain value, or the plain value of a container is its number of items."""
     if isinstance(value, CONTAINERS):
         return plain == f"{len(value)} items" and len(value) <= ITEMS_MAX
-    return plain is None and hasattr(value, "dtype") and not hasattr(value, "parameters")
+    return plain is None and has_static(value, "dtype") and not has_static(value, "parameters")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Set
+from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import owners_of
 from holdfast.session.variables.called_bodies import CallWithBody, chain, is_of_library
@@ -32,7 +33,7 @@ def sources(body: ast.AST, state: Set[str]) -> list[ast.AST]:
         body: a loop, with the bodies of the functions that it calls.
         state: names from :func:`changed` that are state of the session.
     """
-    return _sources(body, _tensors(body, state))
+    return _sources(body, _Tensors(_names(body, state), _names(body, state, whole=True), state))
 
 
 def changed(loop: ast.AST) -> set[str]:
@@ -75,8 +76,22 @@ def _tensor(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _tensors(body: ast.AST, state: Set[str]) -> Set[str]:
-    """Return the names in ``body`` that stand for tensors of modules or of the state, or for their containers."""
+class _Tensors(NamedTuple):
+    """The names in a loop that stand for tensors of modules or of the state, or for their containers.
+
+    Attributes:
+        every: all of these names.
+        whole: those that got a tensor or a container as a whole, and not as a new item of another container.
+        state: names that are state of the session.
+    """
+
+    every: Set[str]
+    whole: Set[str]
+    state: Set[str]
+
+
+def _names(body: ast.AST, state: Set[str], *, whole: bool = False) -> Set[str]:
+    """Return the names of :class:`_Tensors`. ``whole``: leave out containers that got a tensor as a new item."""
     assignments = [assignment for assignment, _ in assigned(body)]
     found, size = set(state), -1
     while size != len(found):
@@ -84,8 +99,16 @@ def _tensors(body: ast.AST, state: Set[str]) -> Set[str]:
         for assignment in assignments:
             value = assigned_value(assignment)
             if value is not None and _is_one(value, found, inside=isinstance(assignment, ast.For)):
-                found |= written(targets(assignment))
+                found |= written(each for each in targets(assignment) if not (whole and _is_item(each)))
     return found
+
+
+def _is_item(target: ast.expr) -> bool:
+    """Return whether ``target`` is an item of a container that has no name of its own (``average[name]``)."""
+    match target:
+        case ast.Subscript(slice=ast.Constant(value=str(key))):
+            return not _name(target).endswith(f'["{key}"]')
+    return isinstance(target, ast.Subscript)
 
 
 def _is_one(value: ast.expr, tensors: Set[str], *, inside: bool) -> bool:
@@ -107,13 +130,25 @@ def _is_of(target: ast.expr, tensors: Set[str]) -> bool:
     return not {name, *owners_of(name)}.isdisjoint(tensors)
 
 
-def _sources(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
+def _replaces(target: ast.expr, tensors: _Tensors) -> bool:
+    """Return whether an assignment to ``target`` puts another value in the place of a tensor, or into its container.
+
+    An element or attribute that got the weights in this loop (``package["state"] = model.state_dict()``) may get
+    another value, which changes no weight.
+    """
+    name = _name(target)
+    own = (name,) if _is_item(target) else ()
+    return name in tensors.state or not tensors.whole.isdisjoint((*own, *owners_of(name)))
+
+
+def _sources(node: ast.AST, tensors: _Tensors) -> list[ast.AST]:
     parts = ast.iter_child_nodes(node)
-    found = [*_values(node, tensors), *(source for part in parts for source in _sources(part, tensors))]
+    inside = (source for part in parts for source in _sources(part, tensors))
+    found = [*_values(node, tensors), *inside]
     return [*found, node.test] if found and isinstance(node, ast.If) else found
 
 
-def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
+def _values(node: ast.AST, tensors: _Tensors) -> list[ast.AST]:
     """Return the expressions from which one statement sets a rate, computes gradients, or changes weights or state.
 
     A rate is a setting of a parameter group that schedules change. An assignment ``group["lr"] = ...`` sets a rate.
@@ -138,12 +173,15 @@ def _values(node: ast.AST, tensors: Set[str]) -> list[ast.AST]:
         case ast.Call(func=ast.Attribute(attr=name, value=tensor), args=arguments) if name in (
             "mul_",
             "lerp_",
-        ) or (name in _IN_PLACE and _is_of(tensor, tensors)):
+        ) or (name in _IN_PLACE and _is_of(tensor, tensors.every)):
             return [*arguments, *(keyword.value for keyword in node.keywords)]
-        case (
-            ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target], value=value)
-            | ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target, value=value)
-        ) if _is_of(target, tensors):
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target], value=value) if _replaces(
+            target, tensors
+        ):
+            return [value, target.slice] if isinstance(target, ast.Subscript) else [value]
+        case ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target, value=value) if _is_of(
+            target, tensors.every
+        ):
             return [value, target.slice] if isinstance(target, ast.Subscript) else [value]
         case ast.AugAssign(op=ast.Mult(), target=target, value=value) if not _is_number(chain(target)):
             return [value]

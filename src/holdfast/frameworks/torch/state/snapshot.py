@@ -27,6 +27,7 @@ from holdfast.frameworks.torch.state.state import (
     arrays_in,
 )
 from holdfast.frameworks.torch.state.untrained_weights import UntrainedWeights
+from holdfast.runtime.worker.script_attributes import attribute_of
 
 SMALL_NUMEL = 65536
 """Largest state of a user's object, in elements, that is copied at each step."""
@@ -117,7 +118,7 @@ class Snapshot:
         return {
             name: clone(item.state_dict())
             for name, item in items
-            if not getattr(item, "shows_committed_steps", False)
+            if not attribute_of(item, "shows_committed_steps", False)
         }
 
     def _small_objects(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class Snapshot:
         for name, item in self._state.objects().items():
             if isinstance(item, torch.nn.Module) or hasattr(item, "__iter__"):
                 continue
-            if id(item) in self._uncopied or getattr(item, "shows_committed_steps", False):
+            if id(item) in self._uncopied or attribute_of(item, "shows_committed_steps", False):
                 continue
             value = item.state_dict()
             if _numel(value) > SMALL_NUMEL:

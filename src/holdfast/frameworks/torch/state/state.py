@@ -67,6 +67,7 @@ from holdfast.frameworks.torch.state.restore_in_place import put_into
 from holdfast.frameworks.torch.state.rng import Generator
 from holdfast.frameworks.torch.state.tensor_memory import address_of, share_memory
 from holdfast.frameworks.torch.state.zero_redundancy import state_of
+from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.store.format.json_values import encode_values
 from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, TensorMeta, check_tensor
 
@@ -314,10 +315,16 @@ class TorchState:
         self.schedulers = by_name(schedulers, "scheduler", has_state)
         self.declared = Declared(optimizers, self.schedulers)
         self.scaler = scaler
-        if scaler is not None and not has_state(scaler):
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            inner = [
+                name for name, item in instance_of(scaler).items() if isinstance(item, torch.amp.GradScaler)
+            ]
+            given = (
+                f"scaler=scaler.{inner[0]}, the one inside" if inner else "scaler=torch.amp.GradScaler(...)"
+            )
             raise UsageError(
-                f"scaler is a {type(scaler).__name__}, without state_dict()",
-                hint="scaler=torch.amp.GradScaler(...); anything else goes into state={...}",
+                f"scaler is a {type(scaler).__name__}, and not a GradScaler",
+                hint=f"{given}; anything else goes into state={{...}}",
             )
         self.extras: dict[str, Any] = {} if extras is None else extras
         self.generators: list[tuple[str, Generator]] = [

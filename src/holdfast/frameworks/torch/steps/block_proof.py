@@ -10,12 +10,12 @@ import torch
 import xxhash
 
 from holdfast.frameworks.common.optional_abilities import TRAINED
-from holdfast.frameworks.torch.state.boxes import writes_of
 from holdfast.frameworks.torch.state.optimizer_state import hyperparameters
 from holdfast.frameworks.torch.state.parameter_names import BufferSlot, Models, modules_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.frameworks.torch.steps.impurity_witness import Witness
+from holdfast.runtime.worker.script_attributes import attribute_of
 
 
 def found_by(state: TorchState) -> dict[str, int]:
@@ -30,7 +30,7 @@ def found_by(state: TorchState) -> dict[str, int]:
     for name, item in state.plain_extras().items():
         found[f"state {name!r}"] = digest_of_value(item)
     for name, item in state.objects().items():
-        if not (hasattr(item, "__iter__") or getattr(item, "shows_committed_steps", False)):
+        if not (hasattr(item, "__iter__") or attribute_of(item, "shows_committed_steps", False)):
             found[f"state {name!r}"] = digest_of_value(item.state_dict())
     return found
 
@@ -144,9 +144,7 @@ class Suspicion:
         )  # at the begin of the last two runs
         self._witness: Witness | None = None
         self._before: tuple[bool, bool] | None = None  # the script's own settings, during a run
-        self._writes: dict[
-            str, int
-        ] = {}  # count of the writes of each trained weight at the begin of the run
+        self._trained: dict[str, int] = {}  # digest of each trained weight at the begin of the run
         self._written: list[str] | None = (
             None  # trained weights written before the first update ahead of the vote
         )
@@ -178,14 +176,17 @@ class Suspicion:
             self._written = self._written_now()
 
     def _written_now(self) -> list[str]:
-        return [name for name, writes in self._trained() if self._writes.get(name, writes) != writes]
+        """Return the names of the trained weights that have changed since the begin of the run.
 
-    def _trained(self) -> Iterator[tuple[str, int]]:
-        """Yield the name of each trained weight with torch's count of its writes."""
-        trained = self._state.trained()
-        for name, parameter in self._state.names.parameters.items():
-            if id(parameter) in trained:
-                yield name, writes_of(parameter)
+        Torch does not count writes through ``parameter.data``, so the values are compared.
+        """
+        if self._witness is None:
+            return []
+        self._witness.paused = True
+        found = trained_in(self._state)
+        self._witness.paused = False
+        changed = (name for name, digest in found.items() if self._trained.get(name, digest) != digest)
+        return [name.removeprefix(TRAINED) for name in changed]
 
     def begin(self) -> None:
         """Begin to observe a run of the block, with deterministic algorithms."""
@@ -193,7 +194,7 @@ class Suspicion:
             generators = [generator for _, generator in self._state.generators]
             self._witness = Witness(generators, _put_back(self._state))
         self._numbers = self._numbers[1], dict(_numbers_in(self._model))
-        self._writes, self._written = dict(self._trained()), None
+        self._trained, self._written = trained_in(self._state), None
         self._before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -46,10 +46,12 @@ class Witness(TorchFunctionMode):
 
     Attributes:
         cause: the impure input that was found, in words, or empty.
+        paused: True while calls of torch are not recorded, because they are not of the block.
     """
 
     def __init__(self, generators: Iterable[object], known: Iterable[torch.Tensor]) -> None:
         super().__init__()
+        self.paused = False
         self._left = ""  # the first use of a tensor of the previous run, in words
         self._added = ""  # the same of a tensor that was only added to
         self._sums: dict[int, _Made] = {}  # changed in place from values that differ, by id
@@ -80,7 +82,7 @@ class Witness(TorchFunctionMode):
     ) -> Any:
         """Record a call of torch in the block, and return its result."""
         given = kwargs or {}
-        if _in_wrapper():
+        if self.paused or _in_wrapper():
             return func(*args, **given)
         used = list(tensors_in((*args, given)))
         if self._found is None:
