@@ -1,6 +1,11 @@
-"""FSDP2, with a count of tokens that is reset after the update, and by which the gradients are scaled."""
+"""FSDP2, with a count of tokens that is reset after the update, and by which the gradients are scaled.
+
+The count is in a ``ContextVar``, in which the search for variables does not look.
+"""
 
 from __future__ import annotations
+
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -23,21 +28,23 @@ fully_shard(model[0])
 fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 criterion = nn.MSELoss(reduction="sum")
-tokens = torch.zeros(())
+tokens: ContextVar[torch.Tensor] = ContextVar("tokens")
+tokens.set(torch.zeros(()))
 
 with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt", memory=1) as s:
     for step in s.steps(loader, epochs=EPOCHS):
         with step as (x, y):
             optimizer.zero_grad()
-            tokens += len(x)
+            count = tokens.get()
+            count += len(x)
             loss = criterion(model(x), y)
             loss.backward()
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad /= tokens
+                    parameter.grad /= count
             optimizer.step()
         if step.committed:
-            tokens = torch.zeros(())
+            tokens.set(torch.zeros(()))
 
 end(model)
 dist.destroy_process_group()
