@@ -42,7 +42,7 @@ def test_a_mode_in_a_block_sees_no_operation() -> None:
 
 
 def wrapper() -> torch.Tensor:
-    """Return a tensor of a class that has no storage of its own."""
+    """Return a tensor of a class without a storage."""
     made: Any = TwoTensor
     return cast(torch.Tensor, made(torch.ones(2), torch.ones(2)))
 
@@ -68,7 +68,7 @@ def test_tensors_of_the_session_are_declared() -> None:
 
 
 def declared_by_a_sharded_session(_: Line) -> dict[str, Any]:
-    """Return whether a session of a model in shards declares a tensor of its own, its local part, and another one."""
+    """Return whether a session of a model in shards declares a parameter, its local part, and a foreign tensor."""
     dist.init_process_group("gloo")
     net = nn.Linear(4, 4)
     fully_shard(net)

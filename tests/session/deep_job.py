@@ -1,25 +1,23 @@
 """A job whose model has modules of the script inside modules of torch: in a sequence, in a list, and in these in turn.
 
-Usage: ``deep_job.py FORM [STEP:RANK ...]``. ``FORM``: ``attributes`` (each module counts its passes, and lowers its
-temperature at some of them), ``helpers`` (the same in an object), ``buffers`` (in buffers) or ``harmless`` (attributes
-on which no result depends, or which the next pass sets again). Each named rank is killed once in the forward pass of
-its step. The result is the file ``ended-RANK``.
+Usage: ``deep_job.py FORM``. ``FORM``: ``attributes`` (each module counts its passes, and lowers its temperature at some
+of them), ``helpers`` (the same in an object), ``buffers`` (in buffers), ``harmless`` (attributes on which no result
+depends, or which the next pass sets again) or ``outermost`` (a model with such attributes). Faults and the result are
+those of ``tests/others/beat.py``.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import holdfast
+from tests.others.beat import beat, end
 
-FORM, *KILLS = sys.argv[1:]
+(FORM,) = sys.argv[1:]
 STEPS = 12
 FEATURES = 4
 
@@ -123,7 +121,13 @@ class Harmless(nn.Module):
         return output
 
 
-KIND = {"attributes": Attributes, "helpers": Helpers, "buffers": Buffers, "harmless": Harmless}[FORM]
+KIND = {
+    "attributes": Attributes,
+    "helpers": Helpers,
+    "buffers": Buffers,
+    "harmless": Harmless,
+    "outermost": Harmless,
+}[FORM]
 
 
 class Blocks(nn.Module):
@@ -146,7 +150,7 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(1)
     model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Sequential(KIND(), Blocks()), nn.Linear(4, 1))
+        KIND() if FORM == "outermost" else nn.Sequential(nn.Sequential(KIND(), Blocks()), nn.Linear(4, 1))
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
@@ -157,13 +161,10 @@ def main() -> None:
                 )
                 optimizer.zero_grad()
                 loss = model(batch).pow(2).mean()
-                killed = Path(f"killed-{step.number}")
-                if f"{step.number}:{rank}" in KILLS and not killed.exists():
-                    killed.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                beat(step.number)
                 loss.backward()
                 optimizer.step()
-    Path(f"ended-{rank}").write_text(str([each.tolist() for each in model.parameters()]))
+    end(model)
 
 
 main()

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import pytest
+
 from holdfast import event_log
 from holdfast.drill.failure_excerpt import Excerpt, text
 from holdfast.drill.observer import broken
@@ -34,6 +36,33 @@ def run_job(
     ``stdout`` has both streams. ``inside``: words before the command.
     """
     return _run(where, *inside, HOLDFAST, "run", "--nproc-per-node", str(nproc), *arguments)
+
+
+def run_undisturbed_and_killed(
+    where: Path, monkeypatch: pytest.MonkeyPatch, kill: str, *arguments: str
+) -> str:
+    """Run a job of two workers undisturbed and with two kills, and compare the results.
+
+    Args:
+        where: an empty directory.
+        monkeypatch: sets the environment of the jobs.
+        kill: the kills, as in ``tests/others/beat.py``.
+        arguments: flags and the script.
+
+    Returns:
+        The output of both jobs.
+    """
+    results, output = [], ""
+    for name, kills in (("undisturbed", ""), ("killed", kill)):
+        (inside := where / name).mkdir()
+        monkeypatch.setenv("KILL", kills)
+        done = run_job(inside, 2, *arguments)
+        assert done.returncode == 0, done.stdout
+        assert not kills or "2 faults, 0 steps lost" in done.stdout, done.stdout
+        results.append({path.name: path.read_text() for path in inside.glob("ended-*")})
+        output += done.stdout
+    assert results[0] == results[1] and len(results[0]) == 2
+    return output
 
 
 def start_job(where: Path, nproc: int, output: int | IO[bytes], *arguments: str) -> subprocess.Popen[str]:

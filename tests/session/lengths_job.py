@@ -1,29 +1,25 @@
 """A job whose batches have several lengths, and whose model keeps tables for the longest batch so far.
 
-Usage: ``lengths_job.py FORM [STEP:RANK ...]``. ``FORM``: ``attributes`` (each rank has batches of other lengths),
-``buffers`` (outside of the ``state_dict``, the same lengths on all ranks), ``unsynced`` (such buffers with other
-lengths on each rank, and no broadcast of buffers), ``sharded`` (attributes, under ``fully_shard``) or ``stretched``
-(all entries depend on the size of the table). Each named rank is killed once in the backward pass of its step. The
-result is the file ``ended-RANK``.
+Usage: ``lengths_job.py FORM``. ``FORM``: ``attributes`` (each rank has batches of other lengths), ``buffers`` (outside
+of the ``state_dict``, the same lengths on all ranks), ``unsynced`` (such buffers with other lengths on each rank, and
+no broadcast of buffers), ``sharded`` (attributes, under ``fully_shard``) or ``stretched`` (all entries depend on the
+size of the table). Faults and the result are those of ``tests/others/beat.py``.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import holdfast
+from tests.others.beat import beat, end
 
-FORM, *KILLS = sys.argv[1:]
+(FORM,) = sys.argv[1:]
 STEPS = 12
 FEATURES = 4
 BEGIN = 3
@@ -143,14 +139,10 @@ def main() -> None:
                 batch = torch.linspace(-1, 1, length * FEATURES).reshape(1, length, FEATURES) * (rank + 1)
                 optimizer.zero_grad()
                 loss = model(batch).pow(2).mean()
-                killed = Path(f"killed-{step.number}")
-                if f"{step.number}:{rank}" in KILLS and not killed.exists():
-                    killed.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                beat(step.number)
                 loss.backward()
                 optimizer.step()
-    own = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
-    Path(f"ended-{rank}").write_text(str([each.tolist() for each in own]))
+    end(model)
 
 
 main()

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.exit_codes import Exit
 from holdfast.session.variables.growing_tables import agree, growing_tables, in_message
-from tests.session.launch import run_job
+from tests.session.launch import run_job, run_undisturbed_and_killed
 from tests.session.test_deciding_variables import HEAD
 
 JOB = str(Path(__file__).with_name("lengths_job.py"))
@@ -88,20 +88,18 @@ def test_tables_agree_by_the_parts_that_both_have() -> None:
 @pytest.mark.parametrize(
     "form", ["attributes", "buffers", "sharded", pytest.param("unsynced", marks=pytest.mark.more)]
 )
-def test_a_replacement_continues_with_a_smaller_table(tmp_path: Path, form: str) -> None:
-    results = []
-    for name, kills in (("calm", ()), ("killed", ("5:1", "9:0"))):
-        (where := tmp_path / name).mkdir()
-        done = run_job(where, 2, JOB, form, *kills)
-        assert done.returncode == 0 and "depend" not in done.stdout, done.stdout
-        assert not kills or "2 faults, 0 steps lost" in done.stdout, done.stdout
-        results.append({path.name: path.read_text() for path in where.glob("ended-*")})
-    assert results[0] == results[1] and len(results[0]) == 2
+def test_a_replacement_continues_with_a_smaller_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    assert "depend" not in run_undisturbed_and_killed(tmp_path, monkeypatch, "1:5,0:9", JOB, form)
 
 
 @pytest.mark.torch
 @pytest.mark.processes
-def test_a_table_whose_entries_depend_on_its_size_is_refused_after_a_loss(tmp_path: Path) -> None:
-    done = run_job(tmp_path, 2, JOB, "stretched", "5:1")
+def test_a_table_whose_entries_depend_on_its_size_is_refused_after_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILL", "1:5")
+    done = run_job(tmp_path, 2, JOB, "stretched")
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     assert "depend on net.tables.table = 'a table with checksum" in done.stdout, done.stdout

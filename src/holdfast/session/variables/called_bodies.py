@@ -473,7 +473,9 @@ def unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> NamedMod
     """Return the module inside ``value`` if ``value`` is a wrapper of a library, otherwise ``value`` itself."""
     found = NamedModule(value, name)
     while is_of_library(found.module):
-        inner = getattr(found.module, "__dict__", {}).get("_modules", {})
+        inner = instance_of(found.module).get("_modules")
+        if not isinstance(inner, dict):
+            break
         key = next((key for key in _WRAPPED if key in inner), None)
         if key is None or len(inner) > 1:
             break

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from types import FunctionType, ModuleType
 from typing import NamedTuple
 
-from holdfast.runtime.worker.script_attributes import has_static, static_of
+from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
 from holdfast.runtime.worker.script_frames import owners_of, values_of
 from holdfast.session.variables.called_bodies import CallWithBody, chain, of_script
 
@@ -180,7 +180,7 @@ class _DataFlow:
     Attributes:
         expressions: the wanted expressions.
         written: names of the variables that the block writes.
-        wanted: names of the variables in the wanted expressions.
+        wanted: names of the variables in the wanted expressions, also of objects of which they read an attribute.
         reads: the uses of variables in the wanted expressions.
     """
 
@@ -194,6 +194,8 @@ class _DataFlow:
         self._parts: dict[str, set[tuple[float, float]]] = {}
         self.written = written([block])
         self.wanted: set[str] = set()
+        # The variables that the wanted expressions read as a whole, and not one of their attributes.
+        self._whole: set[str] = set()
         self.reads: set[VariableUse] = set()
         self._add(block, ())
 
@@ -227,6 +229,8 @@ class _DataFlow:
         names = {use.name for use in reads}
         self.reads |= reads
         self.wanted |= names
+        self._whole |= names - {owner for name in names for owner in owners_of(name)} - _inlined(expression)
+        self._whole |= names & _objects_of_methods(expression)
         # A variable is also wanted if an attribute or element of it is.
         for each in {owner for name in names for owner in (name, *owners_of(name))}:
             self._parts.setdefault(each, set()).add(self._part(each, expression))
@@ -242,14 +246,44 @@ class _DataFlow:
 
     def reaches(self, assignment: Assignment) -> bool:
         """Return whether the value of a wanted expression may depend on ``assignment``."""
-        written = [use.name for target in targets(assignment) for use in uses(target)]
-        names = {each for name in written for each in _with_dict(name) if each == name or each in self.wanted}
+        found = [use for target in targets(assignment) for use in uses(target)]
+        names = {use.name for use in found if use.writes or use.name in self._whole}
+        names |= {each for name in names for each in _with_dict(name)} & self.wanted
         parts = [part for name in names for part in self._parts.get(name, ())]
         number = self._number.get(id(assignment))
         # An attribute or an element may belong to an object that has another name as well.
         if number is None or not all(_is_of_names(target) for target in targets(assignment)):
             return bool(parts)
         return any(first <= number <= last for first, last in parts)
+
+
+def _inlined(expression: ast.AST) -> set[str]:
+    """Return the names of the functions that are inlined in ``expression``. What they read is in their results."""
+    return {chain(node.func) for node in _behind_value(expression) if isinstance(node, CallWithBody)}
+
+
+def _objects_of_methods(expression: ast.AST) -> set[str]:
+    """Return the objects of which ``expression`` calls a method that is not inlined. It may read the whole object."""
+    found: set[str] = set()
+    for node in _behind_value(expression):
+        match node:
+            case CallWithBody():
+                continue
+            case ast.Call(func=ast.Attribute(value=owner, attr=method)) if chain(
+                owner
+            ) and method not in instance_of(value_now(chain(owner))):
+                found.add(chain(owner))
+    return found
+
+
+def _behind_value(expression: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``expression`` and the nodes below it on which its value depends."""
+    yield expression
+    inside = (
+        expression.results() if isinstance(expression, CallWithBody) else ast.iter_child_nodes(expression)
+    )
+    for part in inside:
+        yield from _behind_value(part)
 
 
 def _is_of_names(target: ast.expr) -> bool:

@@ -18,17 +18,16 @@ import ast
 import dis
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of, static_of
-from holdfast.runtime.worker.script_frames import owners_of, variables_of_script
+from holdfast.runtime.worker.script_frames import variables_of_script
 from holdfast.session.variables.called_bodies import (
     LOCAL,
-    CallWithBody,
     NamedModule,
     chain,
     is_of_library,
@@ -37,14 +36,7 @@ from holdfast.session.variables.called_bodies import (
     unwrapped,
     value_at,
 )
-from holdfast.session.variables.data_flow import (
-    Assignment,
-    assigned,
-    assigned_value,
-    carried,
-    targets,
-    written,
-)
+from holdfast.session.variables.data_flow import carried
 from holdfast.session.variables.deciding_variables import PlacedVariable, Places, outermost_loop
 from holdfast.session.variables.growing_tables import GrowingTables, growing_in
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
@@ -116,74 +108,24 @@ def _of_module(
     loop, calls = loop_of_calls([name, *steps], place)
     begin = f"{chain(name)}."
 
-    def attribute_of(variable: str) -> str:
+    def first_name(variable: str) -> str:
         return re.split(r"[.\[]", variable.removeprefix(begin), maxsplit=1)[0]
 
     def is_own(variable: str) -> bool:
-        inner = instance_of(module).get("_modules", {})
-        own = variable.startswith(begin) and attribute_of(variable) not in inner  # type: ignore[operator]
-        return own and LOCAL not in variable
+        own = variable.startswith(begin) and LOCAL not in variable
+        return own and first_name(variable) not in _held(module, "_modules")
 
     kept = kept_by([module], _EXTRA) if _is_of_script(module, _EXTRA) else KeptAttributes()
 
     def is_kept(variable: str) -> bool:
-        return id(module) in kept.objects or (id(module), attribute_of(variable)) in kept.attributes
+        return id(module) in kept.objects or (id(module), first_name(variable)) in kept.attributes
 
     growing = growing_in(loop)
     tables = {each: dimensions for each, dimensions in growing.tables.items() if is_own(each)}
-    # The value of a call depends on the whole module. What the pass returns may depend on less.
-    returned = [part for call in calls if isinstance(call, CallWithBody) for part in list(call.results())[1:]]
-    behind = _behind(loop, returned, begin)
-    names = {
-        each: partly
-        for each, partly in carried(loop, returned).items()
-        if not is_kept(each) and not behind.isdisjoint((each, *owners_of(each)[len(owners_of(begin)) :]))
-    }
+    names = {each: partly for each, partly in carried(loop, calls).items() if not is_kept(each)}
     return {each: partly for each, partly in names.items() if is_own(each)}, GrowingTables(
         tables, frozenset(filter(is_own, growing.sizes))
     )
-
-
-def _behind(loop: ast.AST, returned: Iterable[ast.AST], begin: str) -> set[str]:
-    """Return the variables on which the values ``returned`` depend. A pass may also carry a statistic for a log.
-
-    Args:
-        loop: the loop with the pass.
-        returned: expressions in it.
-        begin: the begin of the names of attributes of the module.
-    """
-    found = {name for node in returned for name in _names(node, begin)}
-    left = list(assigned(loop))
-    while reaching := [each for each in left if _writes_one_of(each[0], found)]:
-        left = [each for each in left if each not in reaching]
-        for assignment, tests in reaching:
-            nodes = (*tests, assigned_value(assignment), *targets(assignment))
-            found |= {name for node in nodes if node is not None for name in _names(node, begin)}
-    return found
-
-
-def _writes_one_of(assignment: Assignment, names: set[str]) -> bool:
-    """Return whether an assignment writes one of ``names``, a part of one, or an object with one in an attribute."""
-    written_names = written(targets(assignment))
-    parts = {owner for name in names for owner in owners_of(name)}
-    return any(name in parts or not names.isdisjoint((name, *owners_of(name))) for name in written_names)
-
-
-def _names(node: ast.AST, begin: str) -> Iterator[str]:
-    """Yield the variables in an expression: an attribute itself, and not the object that has it.
-
-    A method of an object in an attribute of the module (``begin``) may read the whole object.
-    """
-    if name := chain(node):
-        yield name
-        return
-    parts = list(node.results())[1:] if isinstance(node, CallWithBody) else ast.iter_child_nodes(node)
-    for part in parts:
-        yield from _names(part, begin)
-    if isinstance(node, ast.Call) and not isinstance(node, CallWithBody):
-        match node.func:
-            case ast.Attribute(value=owner) if chain(owner).startswith(begin):
-                yield chain(owner)
 
 
 def _is_of_script(module: object, method: str) -> bool:
@@ -216,7 +158,7 @@ def _if_trained(
     parameters = (
         parameter
         for module, _ in _modules_in([found])
-        for parameter in instance_of(module).get("_parameters", {}).values()  # type: ignore[attr-defined]
+        for parameter in _held(module, "_parameters").values()
         if parameter is not None
     )
     first = next(parameters, None)
@@ -231,24 +173,27 @@ def _modules_in(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
         ahead = deque([start])
         while ahead and len(seen) < MODULES_MAX:
             found = ahead.popleft()
-            children = instance_of(found.module).get("_modules")
-            if id(found.module) in seen or not isinstance(children, dict):
+            if id(found.module) in seen or "_modules" not in instance_of(found.module):
                 continue
             seen.add(id(found.module))
             yield found
             ahead += (
                 NamedModule(child, ast.Attribute(found.name, key, ast.Load()))
-                for key, child in children.items()
+                for key, child in _held(found.module, "_modules").items()
             )
+
+
+def _held(module: object, attribute: str) -> Mapping[str, object]:
+    """Return the parameters or modules that a module holds in ``attribute``; nothing for other objects."""
+    found = instance_of(module).get(attribute)
+    return found if isinstance(found, dict) else {}
 
 
 class _Writers:
     """The classes of the script with a method that may write an attribute, other than ``__init__``."""
 
     def __init__(self) -> None:
-        self._known: dict[
-            int, bool
-        ] = {}  # by the id of the class: a class of the script may have a hash of its own
+        self._known: dict[int, bool] = {}  # by the id of the class, because a metaclass may define `__hash__`
 
     def may_write(self, holder: object) -> bool:
         """Return whether a method of ``holder`` that belongs to the script may write an attribute."""

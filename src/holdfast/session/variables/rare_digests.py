@@ -71,15 +71,14 @@ class RareDigests:
         """
         found = dict(plain)
         for name, value in values.items():
-            rare = name not in self.tables and _is_rare(value, plain.get(name))
-            digest = self._digest(name, value, fresh=fresh) if rare else None
-            if digest is not None:
-                found[name] = f"{plain.get(name, 'a tensor')} with checksum {digest & 0xFFFFFFFF:08x}"
-            elif (
-                name in self.tables
-                and (parts := self._first_parts(name, value, plain.get(name), fresh=fresh)) is not None
+            if name in self.tables and (
+                parts := self._first_parts(name, value, plain.get(name), fresh=fresh)
             ):
                 found[name] = parts
+            elif name not in self.tables and _is_rare(value, plain.get(name)):
+                digest = self._digest(name, value, fresh=fresh)
+                if digest is not None:
+                    found[name] = f"{plain.get(name, 'a tensor')} with checksum {digest & 0xFFFFFFFF:08x}"
         return found
 
     def _first_parts(self, name: str, value: object, content: object, *, fresh: bool) -> str | None:

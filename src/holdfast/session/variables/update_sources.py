@@ -104,7 +104,7 @@ def _names(body: ast.AST, state: Set[str], *, whole: bool = False) -> Set[str]:
 
 
 def _is_item(target: ast.expr) -> bool:
-    """Return whether ``target`` is an item of a container that has no name of its own (``average[name]``)."""
+    """Return whether ``target`` is an item of a container without a separate name (``average[name]``)."""
     match target:
         case ast.Subscript(slice=ast.Constant(value=str(key))):
             return not _name(target).endswith(f'["{key}"]')

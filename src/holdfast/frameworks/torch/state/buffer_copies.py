@@ -79,7 +79,7 @@ class BufferCopies:
         return kept._replace(mark=Mark(live))
 
     def stretched(self) -> set[str]:
-        """Return the names of tables that have grown since the copy, and whose first part is not the same any more."""
+        """Return the names of tables that have grown since the copy, and whose first part has changed."""
         found: set[str] = set()
         for slot in self._tables:
             kept, live = self._kept.get(slot.fqn), slot.get()

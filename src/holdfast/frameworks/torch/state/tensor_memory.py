@@ -45,5 +45,5 @@ def share_memory(item: Any, tensor: torch.Tensor) -> bool:
     """Return True if ``item`` and ``tensor`` are the same tensor or use one storage."""
     if not isinstance(item, torch.Tensor):
         return False
-    # A DTensor has no storage of its own: the addresses are those of the local parts.
+    # A DTensor has no storage: the addresses are those of the local parts.
     return item is tensor or address_of(item) == address_of(tensor) != 0
