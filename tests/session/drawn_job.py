@@ -1,7 +1,7 @@
 """A loader whose order depends on how often this process has iterated it: ``python drawn_job.py WHERE``.
 
-Rank 1 is killed once in the second step of the second epoch, at WHERE: in the ``block``, or ``behind`` (after) it. The
-new process begins to count at 0.
+Rank 1 is killed once in the second step of the second epoch, at WHERE: in the ``block``, after its ``update`` (in a job
+that keeps a value of each rank), or ``behind`` (after) it. The new process begins to count at 0.
 """
 
 from __future__ import annotations
@@ -52,9 +52,12 @@ def main(where: str) -> None:
     with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
         for step in s.steps(Counting(data), epochs=3):
             with step as x:
+                if where == "update":
+                    s.own = step.number
                 model(x).square().mean().backward()
                 struck(step.number, "block")
                 optimizer.step()
+                struck(step.number, "update")
                 optimizer.zero_grad()
             if step.committed:
                 struck(step.number, "behind")

@@ -26,7 +26,7 @@ STEPS = 4
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("where", ["block", pytest.param("behind", marks=pytest.mark.more)])
+@pytest.mark.parametrize("where", ["block", "update", pytest.param("behind", marks=pytest.mark.more)])
 def test_a_replacement_that_draws_other_batches_ends_the_run(tmp_path: Path, where: str) -> None:
     """Regression: the job continued with other weights, and ended with exit code 0."""
     done = run_job(tmp_path, 2, JOB, where)

@@ -788,7 +788,11 @@ class Loops:
             ("loader", self._after),
         )
         local = {**{key: value for key, value in values if value is not None}, **of_updates}
-        return self._payload(local) if local else None
+        if not local:
+            return None  # the page keeps the values of this step
+        if self._proof.record is not None:
+            local["drawn"] = self._proof.record
+        return self._payload(local)
 
     def taken_over(self) -> bytes | None:
         """Return, for the status page, the rank-local values with which this process begins or goes back.
