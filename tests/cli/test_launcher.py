@@ -134,3 +134,11 @@ def test_a_source_of_notices_that_cannot_be_asked_is_a_warning(tmp_path: Path) -
         "the state of this host cannot be shown at pod train/bert-0 (status 403)",
     ]
     made.close()
+
+
+def test_steps_of_a_start_that_no_leader_has_in_its_log_are_a_warning(tmp_path: Path) -> None:
+    made = Made(tmp_path, "it")
+    made.journal.append("start_forgotten", {"node": "node0", "ranks": [0, 1], "step": 4})
+    (warning,) = Watch(made.directory, made.settings).read().warnings
+    assert "ranks 0, 1 on node0 held step 4" in warning and "from its newest checkpoint" in warning
+    made.close()

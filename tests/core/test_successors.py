@@ -10,6 +10,7 @@ from holdfast.core.protocol.messages import (
     FaultSeen,
     Fence,
     Joined,
+    KillMember,
     Leave,
     MemberExited,
     MemberSeen,
@@ -209,3 +210,15 @@ def restart(job: Job) -> None:
     for rank in (0, 2):
         job.exit(rank, "ready", 5, code=int(Exit.RESTART))
     job.hello()
+
+
+def test_a_leader_whose_log_lacks_the_start_names_the_steps_that_are_lost() -> None:
+    """Regression: the host lost power before its copy of the log was written; the lost steps were not recorded."""
+    job = Job(world_size=2, nnodes=2, voters=(A, B), term=2)
+    here = tuple(MemberSeen(MemberId(r + 1), Generation(1, 1), r, 102 + r, "updating", 6) for r in range(2))
+    job.post(AgentHello(node_id=A, slots=2, pid=1, members=here, host="a", port=7))
+    assert job.record("start_forgotten") == {"node": A, "ranks": [0, 1], "step": 7}
+    assert [order.member_id for order in job.sent(KillMember)] == [1, 2]
+    job.post(AgentHello(node_id=B, slots=2, pid=1, host="b", port=7))
+    job.open(3)
+    assert job.record("restored")["steps_lost"] == 4

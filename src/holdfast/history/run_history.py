@@ -28,6 +28,8 @@ WARNINGS = {
     "without it a lost node costs everything",
     "versions_differ": "{what} is {here} on this host, {there} on {node}: they may compute differently; install the "
     "same on every host",
+    "start_forgotten": "the event log of the leader's host does not have the start of this job: ranks {ranks} on "
+    "{node} held step {step} and leave; the job starts again from its newest checkpoint",
     "no_majority": "{reason}: sealing what is committed here, then leaving",
     "stood_still": "the processes of this host stood still for {stood_s:.0f} s (frozen, suspended, or without a CPU): "
     "the other hosts may have continued without this host",
@@ -142,7 +144,9 @@ class RunHistory:
                 reach(fault.phases, event.kind, round(event.t_mono - at_mono_s, 6))
 
     def _warn(self, event: Event) -> None:
-        lists = {key: ", ".join(value) for key, value in event.data.items() if isinstance(value, list)}
+        lists = {
+            key: ", ".join(map(str, value)) for key, value in event.data.items() if isinstance(value, list)
+        }
         text = WARNINGS[event.kind].format_map(event.data | lists)
         if event.kind != "versions_differ" or text not in self.warnings:  # a restarted agent reports it again
             self.warnings.append(text)

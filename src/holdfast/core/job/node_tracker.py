@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+from holdfast.core.decide.decision import RankReport, committed_floor
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.decide.stop_policy import HANG, Failure
 from holdfast.core.ids import MemberId, NodeId
@@ -105,11 +106,8 @@ class NodeTracker:
                     member.report(here.state, here.step)
                 if member.kill_reason:  # the order may have been lost with the previous agent
                     job.kill(member, member.kill_reason, 0.0 if job.session else job.config.term_grace_s)
-        for member_id in sorted(seen):
-            if job.roster.get(member_id) is None and not job.config.library:
-                reason = "a process from before a recovery"
-                kill = KillMember(member_id=member_id, node_id=event.node_id, reason=reason)
-                job.send_node(event.node_id, kill)
+        if not job.config.library:
+            self._remove_unknown(event)
         if job.roster.members:
             self._returning[event.node_id] = frozenset(seen)
         elif self.ending.stopping is not None:
@@ -121,6 +119,27 @@ class NodeTracker:
             # Wait for the other nodes, so that ranks are placed in the order of the nodes' numbers.
             job.timer("assemble", job.config.rejoin_s)
         self._launch_waiting(now)
+
+    def _remove_unknown(self, event: AgentHello) -> None:
+        """Kill the processes of a hello that are no members.
+
+        If the event log does not have the start of the job, these processes may hold the newest steps: the host of this
+        leader lost power before its copy of the log was written. The job cannot continue from these processes, because
+        the log does not have their seats. The loss is recorded.
+        """
+        job = self.job
+        unknown = [m for m in event.members if job.roster.get(m.member_id) is None]
+        for member_id in sorted(m.member_id for m in unknown):
+            reason = "a process from before a recovery"
+            job.send_node(
+                event.node_id, KillMember(member_id=member_id, node_id=event.node_id, reason=reason)
+            )
+        reports = [RankReport(m.rank, m.state, m.step, alive=True) for m in unknown]
+        held = max((committed_floor(report) or 0 for report in reports), default=0)
+        if not job.roster.members and held > job.step:
+            ranks = sorted(m.rank for m in unknown)
+            job.record("start_forgotten", node=str(event.node_id), ranks=ranks, step=held)
+            job.decide(held)
 
     def _roll(self) -> None:
         """Send the agents the list of present nodes. The leader adapts the electorate to it, one voter at a time.

@@ -153,7 +153,7 @@ class HostChecks(Checks):
         self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}
         # Generation -> the largest number of steps that one of its ranks has committed
         self._committed: dict[Generation, int] = {}
-        self._is_judged = False  # a verdict was recorded since the sessions last opened
+        self._is_judged = False  # the loss of steps was recorded since the sessions last opened
         # Newest step of a living process that was killed because its controller did not know it
         self._thrown_away = -1
         self._acted_s: dict[MemberId, float] = {}
@@ -168,7 +168,7 @@ class HostChecks(Checks):
         self._entitled(process, record.kind)
         self.view.of(process)
         self.recorded(record)
-        self._is_judged |= record.kind == "verdict"
+        self._is_judged |= record.kind in ("verdict", "start_forgotten")
         if record.kind == "session_opened":
             step, opened = int(str(record.data["step"])), Generation.parse(str(record.data["generation"]))
             before = max((s for g, s in self._committed.items() if g < opened), default=0)
