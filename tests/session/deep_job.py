@@ -2,7 +2,8 @@
 
 Usage: ``deep_job.py FORM``. ``FORM``: ``attributes`` (each module counts its passes, and lowers its temperature at some
 of them), ``helpers`` (the same in an object), ``buffers`` (in buffers), ``harmless`` (attributes on which no result
-depends, or which the next pass sets again) or ``outermost`` (a model with such attributes). Faults and the result are
+depends, or which the next pass sets again), ``outermost`` (a model with such attributes), ``in_dict`` or ``in_list``
+(the first form, and the script has the model in a dict of an object, or in a list). Faults and the result are
 those of ``tests/others/beat.py``.
 """
 
@@ -127,6 +128,8 @@ KIND = {
     "buffers": Buffers,
     "harmless": Harmless,
     "outermost": Harmless,
+    "in_dict": Attributes,
+    "in_list": Attributes,
 }[FORM]
 
 
@@ -144,27 +147,44 @@ class Blocks(nn.Module):
         return batch
 
 
+class Trainer:
+    """The model of the job, in an attribute or in a container."""
+
+    def __init__(self) -> None:
+        model = nn.parallel.DistributedDataParallel(
+            KIND() if FORM == "outermost" else nn.Sequential(nn.Sequential(KIND(), Blocks()), nn.Linear(4, 1))
+        )
+        self.nets: dict[str, nn.Module] = {"g": model} if FORM == "in_dict" else {}
+        self.models: list[nn.Module] = [model] if FORM == "in_list" else []
+        if not self.nets and not self.models:
+            self.model = model
+
+    def found(self) -> nn.Module:
+        """Return the model."""
+        if FORM == "in_dict":
+            return self.nets["g"]
+        return self.models[0] if FORM == "in_list" else self.model
+
+
 def main() -> None:
     """Train."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1)
-    model = nn.parallel.DistributedDataParallel(
-        KIND() if FORM == "outermost" else nn.Sequential(nn.Sequential(KIND(), Blocks()), nn.Linear(4, 1))
-    )
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
+    trainer = Trainer()
+    optimizer = torch.optim.SGD(trainer.found().parameters(), 0.01)
+    with holdfast.session(model=trainer.found(), optimizer=optimizer, checkpoint="ckpt") as s:
         for step in s.steps(until=STEPS):
             with step:
                 batch = torch.linspace(-1, 1, (2 + step.number % 2) * FEATURES).reshape(-1, FEATURES) * (
                     rank + 1
                 )
                 optimizer.zero_grad()
-                loss = model(batch).pow(2).mean()
+                loss = trainer.found()(batch).pow(2).mean()
                 beat(step.number)
                 loss.backward()
                 optimizer.step()
-    end(model)
+    end(trainer.found())
 
 
 main()

@@ -29,6 +29,13 @@ def test_an_attribute_that_each_pass_changes_is_refused_by_its_name(
     assert "register_buffer" in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize(("form", "name"), [("in_dict", "nets:g"), ("in_list", "models:0")])
+def test_a_model_in_a_container_of_the_script_is_searched(tmp_path: Path, form: str, name: str) -> None:
+    """Regression: a job whose script has its models in a dict or list ended with other weights and exit code 0."""
+    done = run_job(tmp_path, 2, JOB, form)
+    assert done.returncode == Exit.BAD_INPUT and f"{name}.module.0.0.passes" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("form", ["buffers", "harmless", "outermost"])
 def test_buffers_and_harmless_attributes_are_exact_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str

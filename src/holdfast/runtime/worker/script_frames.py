@@ -107,6 +107,17 @@ def name_of_default(function: FunctionType, parameter: str) -> str:
     return "" if constant else _outside(function.__qualname__, parameter, {parameter: default})
 
 
+def name_of_item(container: str, key: str, item: object) -> str:
+    """Return the name by which :func:`values_of` finds an item of a dict, list or tuple.
+
+    The name is ``CONTAINER:KEY``, with the last part of the name of the container.
+    """
+    scope = container
+    while (name := f"{scope.rpartition('.')[2]}:{key}") in _OUTSIDE and _value_outside(name) is not item:
+        scope += "_"  # another container has the same name
+    return _outside(scope, key, {key: item})
+
+
 def _outside(scope: str, name: str, home: CellType | Mapping[str, object]) -> str:
     found = f"{scope.rpartition('.')[2]}:{name}"
     _OUTSIDE[found] = home

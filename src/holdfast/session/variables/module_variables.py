@@ -8,8 +8,9 @@ assign no attribute carries nothing, and is not searched. The same applies to th
 attributes, such as a schedule that the forward pass moves.
 
 The modules are found in the running objects: in those that the loop calls, in variables of the script, and in
-attributes of its objects (a trainer of a library has the loop, and the model in an attribute). Only a module that is
-trained counts. Any other module may be a metric, on which no update depends.
+attributes and items of its objects. The trainer of a library has the loop, and the model in an attribute. A script for
+several networks often has them in a dict. Only a module that is trained counts. Any other module may be a metric, on
+which no update depends.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from types import CodeType, FunctionType
+from itertools import islice
+from types import CodeType, FunctionType, ModuleType
 from typing import NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of, static_of
-from holdfast.runtime.worker.script_frames import variables_of_script
+from holdfast.runtime.worker.script_frames import name_of_item, variables_of_script
 from holdfast.session.variables.called_bodies import (
     LOCAL,
     NamedModule,
@@ -45,6 +47,8 @@ MODULES_MAX = 20_000
 CLASSES_MAX = 50
 VARIABLES_MAX = 200
 _STEP = "training_step"
+_DEPTH = 2
+_ITEMS_MAX = 1000
 _EXTRA = "get_extra_state"
 _WRITES = ("STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
 _METHODS = ("register_buffer", "append", "extend", "update", "setdefault", "add", "pop", "popleft")
@@ -140,15 +144,37 @@ def _trained(places: Places, source: DescribesUpdates) -> Iterator[NamedModule]:
     for name in (each for each in called if chain(each) and LOCAL not in chain(each)):
         yield from _if_trained(unwrapped(value_at(chain(name), place), name, place), place, source)
     for variable, value in variables_of_script().items():
-        if ":" in variable:  # another variable hides it
-            continue
-        name = ast.Name(variable, ast.Load())
-        if "_modules" in (attributes := instance_of(value)):
-            yield from _if_trained(unwrapped(value, name, place), place, source)
-            continue
-        for attribute, held in list(attributes.items()):
-            expression = ast.Attribute(name, attribute, ast.Load())
-            yield from _if_trained(unwrapped(held, expression, place), place, source)
+        if ":" not in variable:  # otherwise another variable hides it
+            for found in _modules_below(value, ast.Name(variable, ast.Load())):
+                yield from _if_trained(unwrapped(*found, place), place, source)
+
+
+def _modules_below(value: object, name: ast.expr, depth: int = _DEPTH) -> Iterator[NamedModule]:
+    """Yield the modules in ``value``: itself, or those in its attributes and items, ``depth`` levels below it."""
+    attributes = instance_of(value)
+    if "_modules" in attributes:
+        yield NamedModule(value, name)
+    elif depth and not isinstance(value, ModuleType):
+        for attribute, held in list(islice(attributes.items(), _ITEMS_MAX)):
+            yield from _modules_below(held, ast.Attribute(name, attribute, ast.Load()), depth - 1)
+        for key, held in _items_of(value):
+            if "_modules" in instance_of(held):
+                item = name_of_item(chain(name), key, held)
+                yield NamedModule(held, ast.Name(item, ast.Load()))
+
+
+def _items_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the items of a dict, list or tuple with their keys or numbers, without running code of the script."""
+    if isinstance(value, dict):
+        for number, (key, held) in enumerate(list(islice(dict.items(value), _ITEMS_MAX))):
+            yield (
+                str(key) if isinstance(key, int | str) and re.fullmatch(r"\w+", str(key)) else str(number),
+                held,
+            )
+    elif isinstance(value, list | tuple):
+        items = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+        for number, held in enumerate(list(islice(items, _ITEMS_MAX))):
+            yield str(number), held
 
 
 def _if_trained(
