@@ -22,97 +22,38 @@ from __future__ import annotations
 
 import argparse
 import ast
-import builtins
-import inspect
-import linecache
-import os
-import textwrap
-import tokenize
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import ClassVar, NamedTuple, cast
+from types import CodeType
+from typing import NamedTuple, cast
 
-from holdfast.runtime.worker.script_attributes import instance_of, static_of
+from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import (
-    LIBRARIES,
-    OURS,
-    frames_outside,
     has_line,
-    name_of_default,
-    name_of_self,
-    name_outside,
-    values_of,
-    variable_of,
+)
+from holdfast.session.variables.called_functions import (
+    LOCAL,
+    CalledValue,
+    Callee,
+    CallerNames,
+    CallWithBody,
+    called_by,
+    callee_of,
+    chain,
+    definition,
+    getter_of,
+    new_tree_of,
+    object_named,
+    of_script,
+    run_by,
+    tree_of,
+    value_at,
 )
 from holdfast.session.variables.hooks import HookSearch, methods_of_function
-from holdfast.session.variables.script_trees import parsed
 
 DEPTH_MAX = 3
 BODIES_MAX = 50
 READS_MAX = 100
-LOCAL = "@"
-"""Character in the new name of a local variable of a called function. No variable of a script has it."""
-
-_WRAPPED = ("module", "_orig_mod")
-"""Names under which wrappers hold their module."""
-_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-
-
-class CallWithBody(ast.Call):
-    """A node of a syntax tree: a call with the body of the called function.
-
-    The body assigns the arguments to the parameters. An argument that contains such a call is only there, and the call
-    has the name of the parameter in its place. Otherwise a nest of n calls would be a tree with 2**n leaves.
-
-    Attributes:
-        body: the statements of the function, in which variables have the names of the caller.
-        updates: True if the function is the method ``step`` of an optimizer.
-    """
-
-    _fields = ("func", "body", "args", "keywords")
-    _field_types: ClassVar = {**getattr(ast.Call, "_field_types", {}), "body": list[ast.stmt]}
-    """From Python 3.13 on, a node has the type of each field here. Python 3.15 raises an error without it."""
-
-    def __init__(self, call: ast.Call, body: list[ast.stmt], *, updates: bool) -> None:
-        super().__init__(func=call.func, args=call.args, keywords=call.keywords)
-        ast.copy_location(self, call)
-        self.body = body
-        self.updates = updates
-
-    def results(self) -> Iterator[ast.expr]:
-        """Yield the expressions on which the value of the call depends."""
-        yield from (self.func, *self.args, *(keyword.value for keyword in self.keywords))
-        for statement in self.body:
-            yield from _returned(statement)
-
-
-def of_script(file: str) -> bool:
-    """Return whether ``file`` belongs to the script, and not to a library, Holdfast or the interpreter."""
-    # An environment may take packages from another one, which ``LIBRARIES`` does not have.
-    return not file.startswith((OURS, *LIBRARIES, "<")) and not any(part in file for part in _PACKAGES)
-
-
-def chain(node: ast.AST) -> str:
-    """Return a variable or an attribute of one as text (``self.schedule.step``); empty for any other expression."""
-    match node:
-        case ast.Name():
-            return node.id
-        case ast.Attribute():
-            owner = chain(node.value)
-            return f"{owner}.{node.attr}" if owner else ""
-    return ""
-
-
-def _new_tree_of(file: str) -> ast.Module:
-    return parsed("".join(linecache.getlines(file)))
-
-
-@cache
-def tree_of(file: str) -> ast.Module:
-    """Return the syntax tree of a source file, or an empty tree if the source is not available."""
-    return _new_tree_of(file)
 
 
 def with_bodies(
@@ -160,7 +101,7 @@ def loop_of_calls(called: Sequence[ast.expr], place: tuple[str, int]) -> tuple[a
 def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
     """Return copies of ``nodes``, nodes of ``tree_of(file)``, from a new syntax tree of the same file."""
     # A second parse takes a hundredth of the time of a copy.
-    tree = _new_tree_of(file)
+    tree = new_tree_of(file)
     wanted = {_place(node): None for node in nodes}
     found = {at: node for node in ast.walk(tree) if (at := _place(node)) in wanted}
     return [found[at] for at in wanted if at in found]
@@ -258,7 +199,7 @@ class _Bodies(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        getter = _getter(node, self._place)
+        getter = getter_of(node, self._place)
         if getter is None or self._reads >= READS_MAX:
             return node
         found = self._with_body(ast.copy_location(ast.Call(node, [], []), node), getter)
@@ -269,10 +210,10 @@ class _Bodies(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         call = _as_method(node)
-        called = _called(call.func, self._place)
+        called = called_by(call.func, self._place)
         if called is None:
             return node
-        callee = _callee(called, self._place)
+        callee = callee_of(called, self._place)
         found: ast.Call = node if callee is None else self._with_body(call, callee) or node
         for hook, before in _inside(called, self._place, self._hooks):
             if hook.function.__code__ not in self._inside:
@@ -282,7 +223,7 @@ class _Bodies(ast.NodeTransformer):
                 found = self._with_body(around, hook) or found
         return found
 
-    def _with_body(self, node: ast.Call, callee: _Callee) -> CallWithBody | None:
+    def _with_body(self, node: ast.Call, callee: Callee) -> CallWithBody | None:
         """Return a call with the body of ``callee``; None if there are too many bodies, or if there is no source."""
         code = callee.function.__code__
         is_of_update = any(has_line(code, *place) for place in self._inner)
@@ -295,7 +236,7 @@ class _Bodies(ast.NodeTransformer):
         if source is None:
             return None
         self._count += 1
-        names = _Names(source, node, callee, f"{LOCAL}{self._count}", self._place[0])
+        names = CallerNames(source, node, callee, f"{LOCAL}{self._count}", self._place[0])
         statements = [names.visit(statement) for statement in source.body]
         bindings = list(names.bindings())
         names.replace_arguments(node)
@@ -323,22 +264,6 @@ class _Open(NamedTuple):
     around: _Around
 
 
-class _Callee(NamedTuple):
-    """The Python function that a call in the source would run at this moment.
-
-    Attributes:
-        function: the function.
-        owner: the expression for the ``self`` of a method; None if the function is not a method.
-        updates: True if the function is the method ``step`` of an optimizer (an object with parameter groups).
-        given: number of arguments that ``functools.partial`` has already bound.
-    """
-
-    function: FunctionType
-    owner: ast.expr | None
-    updates: bool
-    given: int
-
-
 def _as_method(call: ast.Call) -> ast.Call:
     """Return ``next(batches)`` as a call of the method behind it, and any other call as it is."""
     match call:
@@ -348,95 +273,9 @@ def _as_method(call: ast.Call) -> ast.Call:
     return call
 
 
-def _getter(node: ast.Attribute, place: tuple[str, int]) -> _Callee | None:
-    """Return the function that a read of the attribute ``node`` would run now: a property, or ``__getattr__``.
-
-    The result is None if there is no such function.
-    """
-    if not isinstance(node.ctx, ast.Load) or not chain(node.value):
-        return None
-    holder = value_at(chain(node.value), place)
-    found = static_of(type(holder), node.attr)
-    if found is None and holder is not None and node.attr not in instance_of(holder):
-        getter = static_of(type(holder), "__getattr__")
-    else:
-        getter = found.fget if isinstance(found, property) else None
-    return _Callee(getter, node.value, updates=False, given=0) if isinstance(getter, FunctionType) else None
-
-
-class _Called(NamedTuple):
-    """The present value of the expression of a call.
-
-    Attributes:
-        expression: the expression, a variable or an attribute.
-        holder: the object with the attribute; None for a variable.
-        value: the value; None if it is not known.
-    """
-
-    expression: ast.expr
-    holder: object
-    value: object
-
-    @property
-    def attribute(self) -> str:
-        """Name of the attribute; empty for a variable."""
-        return self.expression.attr if isinstance(self.expression, ast.Attribute) else ""
-
-
-def _called(expression: ast.expr, place: tuple[str, int]) -> _Called | None:
-    """Return the present value of ``expression``; None if it is neither a variable nor an attribute of one."""
-    match expression:
-        case ast.Name(id=name):
-            return _Called(expression, None, value_at(name, place))
-        case ast.Attribute(value=owner, attr=attribute) if chain(owner):
-            holder = value_at(chain(owner), place)
-            return _Called(expression, holder, static_of(holder, attribute))
-    return None
-
-
-def _callee(called: _Called, place: tuple[str, int]) -> _Callee | None:
-    """Return the function that a call of ``called`` would run now; None if it is not a Python function."""
-    owner: ast.expr | None = None
-    value, updates = called.value, False
-    if isinstance(called.expression, ast.Attribute):
-        attributes = instance_of(called.holder)
-        updates = called.attribute == "step" and "param_groups" in attributes
-        if isinstance(value, FunctionType) and called.attribute not in attributes:
-            owner = called.expression.value  # a method, and not a function in a module or in an attribute
-        elif isinstance(value, staticmethod):
-            value = value.__func__
-    found = _run_by(value, called.expression, place, owner)
-    return None if found is None else found._replace(updates=updates)
-
-
-def _run_by(
-    value: object, name: ast.expr, place: tuple[str, int], owner: ast.expr | None = None
-) -> _Callee | None:
-    """Return the function that a call of ``value`` runs; None if it is not a Python function.
-
-    Args:
-        value: a function, a method, an object that can be called, or a ``functools.partial`` of one of these.
-        name: the expression for ``value``.
-        owner: the expression for the ``self`` of ``value``, if it is known.
-    """
-    given = 0
-    if isinstance(value, partial):
-        given = len(value.args)
-        value = value.func
-    if isinstance(value, MethodType):
-        owner = _object(value.__self__, chain(name), place)
-        value = value.__func__
-    elif value is not None and not _is_code(value):
-        wrapped = unwrapped(value, name, place)
-        kind, owner = type(wrapped.module), wrapped.name
-        value = static_of(kind, "forward") or static_of(kind, "__call__")
-    found = inspect.unwrap(value) if callable(value) else None
-    return _Callee(found, owner, False, given) if isinstance(found, FunctionType) else None
-
-
 def _inside(
-    called: _Called, place: tuple[str, int], hooks: HookSearch
-) -> Iterator[tuple[_Callee, list[ast.expr]]]:
+    called: CalledValue, place: tuple[str, int], hooks: HookSearch
+) -> Iterator[tuple[Callee, list[ast.expr]]]:
     """Yield the functions that a library runs in a call of ``called``.
 
     Each comes with its arguments before the one that stands for the result of the call.
@@ -447,208 +286,14 @@ def _inside(
         found = hooks.of(called.holder if called.attribute == "step" else called.value)
     for hook in found:
         name = getattr(hook.function, "__name__", "")
-        itself = ast.Name(name, ast.Load()) if name else _object(hook.function, "hook", place)
-        function = _run_by(hook.function, itself, place)
+        itself = ast.Name(name, ast.Load()) if name else object_named(hook.function, "hook", place)
+        function = run_by(hook.function, itself, place)
         if function is not None:
             before: list[ast.expr] = [ast.Constant(None)] * hook.before
             if hook.module is not None:
                 kind = type(hook.module).__name__
-                before[:1] = [_object(hook.module, f"{name} of {kind}", place)]
+                before[:1] = [object_named(hook.module, f"{name} of {kind}", place)]
             yield function, before
-
-
-def _object(value: object, function: str, place: tuple[str, int]) -> ast.expr:
-    """Return the variable that holds ``value``, or the name of the object as ``self`` of ``function``."""
-    return ast.Name(variable_of(value, place) or name_of_self(function, value), ast.Load())
-
-
-class NamedModule(NamedTuple):
-    """A torch module, and the expression by which the script refers to it."""
-
-    module: object
-    name: ast.expr
-
-
-def unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> NamedModule:
-    """Return the module inside ``value`` if ``value`` is a wrapper of a library, otherwise ``value`` itself."""
-    found = NamedModule(value, name)
-    while is_of_library(found.module):
-        inner = instance_of(found.module).get("_modules")
-        if not isinstance(inner, dict):
-            break
-        key = next((key for key in _WRAPPED if key in inner), None)
-        if key is None or len(inner) > 1:
-            break
-        variable = variable_of(inner[key], place)
-        inside = ast.Attribute(found.name, key, ast.Load())
-        found = NamedModule(inner[key], ast.Name(variable, ast.Load()) if variable else inside)
-    return found
-
-
-def is_of_library(module: object) -> bool:
-    """Return whether ``module`` has a method ``forward`` that comes from a library, and not from the script."""
-    forward = static_of(type(module), "forward")
-    return isinstance(forward, FunctionType) and not of_script(forward.__code__.co_filename)
-
-
-def _sees_callers(function: FunctionType) -> bool:
-    """Return whether the function that defines ``function`` is on the stack, so that its variables can be read."""
-    around = function.__qualname__.rpartition(".<locals>.")[0]
-    return any(frame.f_code.co_qualname == around for frame in frames_outside((OURS, *LIBRARIES)))
-
-
-def _is_code(value: object) -> bool:
-    """Return whether ``value`` is a function, class, method or Python module, and not another callable object."""
-    return isinstance(value, FunctionType | type | ModuleType) or inspect.isroutine(value)
-
-
-def value_at(name: str, place: tuple[str, int]) -> object:
-    """Return the present value of a variable or its attribute, without running code of the script."""
-    first, *attributes = name.split(".")
-    value = values_of([first], place).get(first)
-    for attribute in attributes:
-        value = static_of(value, attribute)
-    return value
-
-
-def definition(code: CodeType) -> ast.FunctionDef | None:
-    """Return a new syntax tree of a function; None if the source is not available.
-
-    The source of a lambda is not known if another one with the same parameters begins in the same line.
-    """
-    if code.co_name == "<lambda>":
-        return _definition_of_lambda(code)
-    tree = parsed(_text(code))
-    return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
-
-
-def _definition_of_lambda(code: CodeType) -> ast.FunctionDef | None:
-    names = list(code.co_varnames[: code.co_argcount])
-    found = [
-        node
-        for node in ast.walk(_new_tree_of(code.co_filename))
-        if isinstance(node, ast.Lambda)
-        and node.lineno == code.co_firstlineno
-        and [each.arg for each in (*node.args.posonlyargs, *node.args.args)] == names
-    ]
-    if len(found) != 1:
-        return None
-    result = ast.copy_location(ast.Return(found[0].body), found[0])
-    return ast.FunctionDef("lambda", found[0].args, [result], [], lineno=code.co_firstlineno)
-
-
-@cache
-def _text(code: CodeType) -> str:
-    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
-    # inspect.getsource() takes fifty times as long: it asks all modules for their files.
-    try:
-        return textwrap.dedent("".join(inspect.getblock(lines))) if lines else ""
-    except (SyntaxError, tokenize.TokenError):
-        return ""
-
-
-def parameters_of(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """Return the names of the positional parameters of a function, in their order."""
-    return [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
-
-
-def arguments_of(call: ast.Call, parameters: Sequence[str]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the parameters of a function, each with its argument in ``call``, if the source of the call shows it.
-
-    Args:
-        call: the call.
-        parameters: the names of the positional parameters of the function.
-    """
-    for name, value in zip(parameters, call.args, strict=False):
-        if isinstance(value, ast.Starred):
-            break
-        yield name, value
-    yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
-
-
-class _Names(ast.NodeTransformer):
-    """The transformer that replaces the names in an inlined function by the names that its caller uses.
-
-    Args:
-        definition: the source of the function.
-        call: the call of the function.
-        callee: the function.
-        mark: the suffix for the local names of this call.
-        file: the file of the loop.
-    """
-
-    def __init__(
-        self, definition: ast.FunctionDef, call: ast.Call, callee: _Callee, mark: str, file: str
-    ) -> None:
-        function, self._owner, _, given = callee
-        parameters = parameters_of(definition)
-        self._self = parameters.pop(0) if self._owner is not None and parameters else ""
-        self._mark = mark
-        stored = {
-            node.id
-            for node in ast.walk(definition)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        arguments = {node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)}
-        declared = {
-            name
-            for node in ast.walk(definition)
-            if isinstance(node, ast.Global | ast.Nonlocal)
-            for name in node.names
-        }
-        self._function = function
-        self._same_file = function.__code__.co_filename == file
-        self._locals = {*arguments, *stored} - declared
-        self._given = dict(arguments_of(call, parameters[given:]))
-        self._same: dict[str, ast.expr] = {
-            name: value for name, value in self._given.items() if chain(value) and name not in stored
-        }
-        for name in arguments - self._given.keys() - stored - {self._self}:
-            if kept := name_of_default(function, name):
-                self._same[name] = ast.Name(kept, ast.Load())
-
-    def bindings(self) -> Iterator[ast.stmt]:
-        """Yield an assignment for each parameter that is not replaced by its argument."""
-        for name, value in self._given.items():
-            if name not in self._same:
-                yield ast.Assign(targets=[ast.Name(f"{name}{self._mark}", ast.Store())], value=value)
-
-    def replace_arguments(self, call: ast.Call) -> None:
-        """Put the names of parameters in the place of arguments of ``call`` that contain calls with bodies."""
-        bound = {id(value): name for name, value in self._given.items() if name not in self._same}
-
-        def named(value: ast.expr) -> ast.expr:
-            if id(value) not in bound or not any(isinstance(part, CallWithBody) for part in ast.walk(value)):
-                return value
-            return ast.copy_location(ast.Name(f"{bound[id(value)]}{self._mark}", ast.Load()), value)
-
-        call.args = [named(value) for value in call.args]
-        call.keywords = [ast.keyword(each.arg, named(each.value)) for each in call.keywords]
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id == self._self and self._owner is not None:
-            return self._owner
-        if node.id in self._same:
-            return self._same[node.id]
-        if node.id in self._locals:
-            node.id += self._mark
-        elif not self._is_of_loop(node.id):
-            node.id = name_outside(self._function, node.id) or f"{node.id}{self._mark}"
-        return node
-
-    def _is_of_loop(self, name: str) -> bool:
-        """Return whether ``name``, which is not local in the inlined function, means the same variable in the loop."""
-        if name in self._function.__code__.co_freevars:
-            return self._same_file and _sees_callers(self._function)
-        return self._same_file or hasattr(builtins, name)
-
-
-def _returned(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions that a statement of a function returns, and the conditions of these returns."""
-    if isinstance(node, ast.Return):
-        return [] if node.value is None else [node.value]
-    found = [value for child in ast.iter_child_nodes(node) for value in _returned(child)]
-    return [*found, node.test] if found and isinstance(node, ast.If) else found
 
 
 def _place(node: ast.AST) -> tuple[type, int, int]:

@@ -16,7 +16,11 @@ from typing import NamedTuple
 
 from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
 from holdfast.runtime.worker.script_frames import owners_of, values_of
-from holdfast.session.variables.called_bodies import CallWithBody, chain, of_script
+from holdfast.session.variables.called_functions import (
+    CallWithBody,
+    chain,
+    of_script,
+)
 
 Loop = ast.For | ast.While
 Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For

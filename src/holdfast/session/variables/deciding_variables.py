@@ -26,12 +26,14 @@ from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of
 from holdfast.session.variables.called_bodies import (
+    with_bodies,
+)
+from holdfast.session.variables.called_functions import (
     LOCAL,
     CallWithBody,
     chain,
     of_script,
     tree_of,
-    with_bodies,
 )
 from holdfast.session.variables.data_flow import (
     APPENDS,

@@ -28,7 +28,11 @@ from typing import Any, NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_frames import owners_of
-from holdfast.session.variables.called_bodies import LOCAL, CallWithBody, chain
+from holdfast.session.variables.called_functions import (
+    LOCAL,
+    CallWithBody,
+    chain,
+)
 from holdfast.session.variables.data_flow import assigned, names_in, targets, uses, written
 from holdfast.session.variables.deciding_variables import Places, outermost_loop
 from holdfast.session.variables.set_once import is_collective

@@ -23,6 +23,8 @@ from typing import NamedTuple
 from holdfast.runtime.worker.script_attributes import instance_of, static_of
 from holdfast.session.variables.called_bodies import (
     DEPTH_MAX,
+)
+from holdfast.session.variables.called_functions import (
     chain,
     definition,
     of_script,

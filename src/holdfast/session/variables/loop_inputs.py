@@ -23,11 +23,13 @@ from typing import NamedTuple, cast
 
 from holdfast.runtime.worker.script_frames import owners_of
 from holdfast.session.variables.called_bodies import (
+    module_with_bodies,
+    with_bodies,
+)
+from holdfast.session.variables.called_functions import (
     LOCAL,
     arguments_of,
-    module_with_bodies,
     parameters_of,
-    with_bodies,
 )
 from holdfast.session.variables.data_flow import inputs, names_in, written
 from holdfast.session.variables.deciding_variables import (

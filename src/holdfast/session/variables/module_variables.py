@@ -29,11 +29,13 @@ from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of, static_of
 from holdfast.runtime.worker.script_frames import name_of_item, variables_of_script
 from holdfast.session.variables.called_bodies import (
+    loop_of_calls,
+)
+from holdfast.session.variables.called_functions import (
     LOCAL,
     NamedModule,
     chain,
     is_of_library,
-    loop_of_calls,
     of_script,
     unwrapped,
     value_at,

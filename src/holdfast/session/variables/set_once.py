@@ -27,7 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 from holdfast.runtime.worker.script_frames import owners_of
-from holdfast.session.variables.called_bodies import CallWithBody, chain
+from holdfast.session.variables.called_functions import (
+    CallWithBody,
+    chain,
+)
 from holdfast.session.variables.data_flow import (
     Assignment,
     assigned_value,

@@ -15,7 +15,11 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import owners_of
-from holdfast.session.variables.called_bodies import CallWithBody, chain, is_of_library
+from holdfast.session.variables.called_functions import (
+    CallWithBody,
+    chain,
+    is_of_library,
+)
 from holdfast.session.variables.data_flow import assigned, assigned_value, targets, uses, value_now, written
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
