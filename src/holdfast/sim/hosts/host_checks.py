@@ -57,6 +57,7 @@ class HostsScene(CheckedScene, Protocol):
     @property
     def workers(self) -> Mapping[MemberId, SimWorker]: ...
     def is_cut_off(self, node_id: NodeId) -> bool: ...
+    def has_start(self, node_id: NodeId) -> bool: ...
 
 
 class JudgedView:
@@ -69,6 +70,7 @@ class JudgedView:
     def __init__(self, scene: HostsScene) -> None:
         self._scene = scene
         self._process: DecidingProcess | None = None
+        self._passed: set[MemberId] = set()  # replaced processes that are no evidence any more
 
     def of(self, process: DecidingProcess) -> None:
         """Switch this view to the controller ``process``."""
@@ -132,12 +134,23 @@ class JudgedView:
 
     @property
     def replaced(self) -> list[SimWorker]:
-        """The dead processes whose seats newcomers have taken; empty for a controller that is alone."""
-        alone = self._process is not None and self._process.alone
-        return [w for w in self._scene.replaced if w.member_id not in self._lost and not alone]
+        """The dead processes whose seats newcomers have taken; empty for a controller that is alone.
+
+        The order to start a newcomer may have been lost: then the event log alone shows that it has the seat.
+        """
+        process, workers = self._process, self._scene.workers
+        if process is not None and process.alone:
+            return []
+        past = process.past if process is not None else ReplayedState()
+        former = {w.member_id: w for w in self._scene.replaced}
+        for seat in (*past.seats, *past.newcomers):
+            if past.seated_members[seat.rank] != seat.member_id and seat.member_id in workers:
+                former[seat.member_id] = workers[seat.member_id]
+        return [w for member, w in former.items() if member not in self._lost | self._passed]
 
     @replaced.setter
     def replaced(self, workers: list[SimWorker]) -> None:
+        self._passed |= {w.member_id for w in self.replaced} - {w.member_id for w in workers}
         self._scene.replaced = workers
 
 
@@ -168,7 +181,8 @@ class HostChecks(Checks):
         self._entitled(process, record.kind)
         self.view.of(process)
         self.recorded(record)
-        self._is_judged |= record.kind in ("verdict", "start_forgotten")
+        forgotten = record.kind == "start_forgotten" and not self._hosts.has_start(process.host)
+        self._is_judged |= record.kind == "verdict" or forgotten
         if record.kind == "session_opened":
             step, opened = int(str(record.data["step"])), Generation.parse(str(record.data["generation"]))
             before = max((s for g, s in self._committed.items() if g < opened), default=0)
