@@ -146,15 +146,15 @@ def adjust_deeply():
     adjust()
 """
 FOUND: dict[str, tuple[str, ...]] = {
-    "set_by(outer.inner)\noptimizer.step()": ("outer.inner.count",),
+    "set_by(outer.inner)\noptimizer.step()": ("schedule.count",),
     "set_by(given=schedule)\noptimizer.step()": ("schedule.count",),
     "schedule.step()\noptimizer.step()": ("schedule.count",),
     "schedule.scale(loss).backward()\noptimizer.step()\nschedule.advance()": ("schedule.count",),
     "schedule.scale(loss).backward()\noptimizer.step()\nschedule.show()": (),
     "schedule.count = step.number\nschedule.step()\noptimizer.step()": (),
     "optimizer.step()\nschedule.decay()": ("schedule.count",),
-    "outer.inner.step()\noptimizer.step()": ("outer.inner.count",),
-    "outer.again()\nouter.inner.scale(loss).backward()\noptimizer.step()": ("outer.inner.count",),
+    "outer.inner.step()\noptimizer.step()": ("schedule.count",),
+    "outer.again()\nouter.inner.scale(loss).backward()\noptimizer.step()": ("schedule.count",),
     "schedule(loss).backward()\noptimizer.step()\nschedule.change()": ("schedule.rate",),
     "for group in groups:\n    group['lr'] = rate_now()\noptimizer.step()\ncounted()": ("number",),
     "set_rate(seen, 1)\noptimizer.step()\nseen += 1": ("seen",),

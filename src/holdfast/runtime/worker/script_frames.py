@@ -168,8 +168,15 @@ def variable_of(value: object, place: tuple[str, int]) -> str:
 
     The result is empty if there is none.
     """
-    scopes = (scope for frame in _frames_from(place)[:1] for scope in (frame.f_locals, frame.f_globals))
-    return next((name for scope in scopes for name, each in scope.items() if each is value), "")
+    return next((name for name, each in variables_at(place).items() if each is value), "")
+
+
+def variables_at(place: tuple[str, int]) -> dict[str, object]:
+    """Return the variables of the function at ``place`` and of its module, those of the function first."""
+    scopes = [scope for frame in _frames_from(place)[:1] for scope in (frame.f_locals, frame.f_globals)]
+    return {name: value for scope in scopes for name, value in scope.items()} | {
+        name: value for scope in scopes[:1] for name, value in scope.items()
+    }
 
 
 def _frames_from(place: tuple[str, int] | None) -> list[FrameType]:

@@ -23,14 +23,15 @@ from __future__ import annotations
 import argparse
 import ast
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import (
     has_line,
 )
+from holdfast.session.variables.aliases import Aliases
 from holdfast.session.variables.called_functions import (
     LOCAL,
     CalledValue,
@@ -54,6 +55,8 @@ from holdfast.session.variables.hooks import HookSearch, methods_of_function
 DEPTH_MAX = 3
 BODIES_MAX = 50
 READS_MAX = 100
+OTHERS_MAX = 30
+_Node = TypeVar("_Node", bound=ast.AST)
 
 
 def with_bodies(
@@ -66,10 +69,7 @@ def with_bodies(
         nodes: nodes of ``tree_of(file)``. The first node contains the others.
         inner: file and line of each stack frame that was called from the code of the nodes.
     """
-    copies = _copies(place[0], nodes)
-    if copies:
-        _Bodies(place, inner, copies[0]).fill()
-    return copies
+    return _filled(place, inner, lambda: _copies(place[0], nodes))
 
 
 def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.Module:
@@ -79,9 +79,11 @@ def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.
         place: file and line that a stack frame executes now; the nodes are in the source of that frame.
         nodes: nodes of ``tree_of(file)``. No node contains another one.
     """
-    module = ast.Module(cast("list[ast.stmt]", _copies(place[0], nodes)), [])
-    _Bodies(place, (), module).fill()
-    return module
+
+    def copied() -> list[ast.Module]:
+        return [ast.Module(cast("list[ast.stmt]", _copies(place[0], nodes)), [])]
+
+    return _filled(place, (), copied)[0]
 
 
 def loop_of_calls(called: Sequence[ast.expr], place: tuple[str, int]) -> tuple[ast.While, list[ast.expr]]:
@@ -91,11 +93,29 @@ def loop_of_calls(called: Sequence[ast.expr], place: tuple[str, int]) -> tuple[a
         called: what is called: variables of the stack frame that executes ``place``, or attributes of them.
         place: file and line.
     """
-    calls = (ast.Call(each, [ast.Name(f"batch{LOCAL}", ast.Load())], []) for each in called)
-    body = [ast.Assign([ast.Name(f"result{LOCAL}", ast.Store())], call) for call in calls]
-    loop = ast.fix_missing_locations(ast.While(ast.Constant(True), [*body], []))
-    _Bodies(place, (), loop).fill()
-    return loop, [each.value for each in body]
+
+    def made() -> list[ast.While]:
+        calls = (ast.Call(each, [ast.Name(f"batch{LOCAL}", ast.Load())], []) for each in called)
+        body = [ast.Assign([ast.Name(f"result{LOCAL}", ast.Store())], call) for call in calls]
+        return [ast.fix_missing_locations(ast.While(ast.Constant(True), [*body], []))]
+
+    (loop,) = _filled(place, (), made)
+    return loop, [each.value for each in loop.body if isinstance(each, ast.Assign)]
+
+
+def _filled(
+    place: tuple[str, int], inner: Sequence[tuple[str, int]], made: Callable[[], list[_Node]]
+) -> list[_Node]:
+    """Return new nodes of ``made`` with bodies in their calls. The first node contains the others."""
+    unsafe = frozenset[str]()
+    while nodes := made():
+        bodies = _Bodies(place, inner, nodes[0], Aliases(place, unsafe))
+        bodies.fill()
+        conflicts = bodies.aliases.conflicts
+        if conflicts <= unsafe:
+            break
+        unsafe |= conflicts
+    return nodes
 
 
 def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
@@ -115,9 +135,13 @@ class _Bodies(ast.NodeTransformer):
             globals.
         inner: file and line of each stack frame that was called from the code of the loop.
         loop: the syntax tree of the loop.
+        aliases: the objects behind local names.
     """
 
-    def __init__(self, place: tuple[str, int], inner: Sequence[tuple[str, int]], loop: ast.AST) -> None:
+    def __init__(
+        self, place: tuple[str, int], inner: Sequence[tuple[str, int]], loop: ast.AST, aliases: Aliases
+    ) -> None:
+        self.aliases = aliases
         self._place = place
         self._inner = inner
         self._loop = loop
@@ -133,6 +157,7 @@ class _Bodies(ast.NodeTransformer):
                 self._variables.update(node.names)
         self._count = 0  # bodies
         self._reads = 0  # reads of properties and the like, which count as calls
+        self._others = 0  # bodies of calls that may run several functions
         self._hooks = HookSearch()
         self._inside = set[CodeType]()  # functions that libraries call, which have a body already
         self._around = _Around(0, ())
@@ -144,6 +169,7 @@ class _Bodies(ast.NodeTransformer):
         A model and its augmentations have more functions than ``BODIES_MAX``. They must not take the bodies of the
         calls that the loop itself makes after them.
         """
+        self.aliases.enter([self._loop])
         self.visit(self._loop)
         while self._open:
             call, statements, self._around = self._open.popleft()
@@ -210,6 +236,23 @@ class _Bodies(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         call = _as_method(node)
+        functions = self.aliases.functions(call.func)
+        if len(functions) == 1 and functions[0] is call.func:
+            return self._inlined(node, call)
+        found = list[ast.expr]()
+        for function in functions:
+            if self._others >= OTHERS_MAX:
+                break
+            one = ast.copy_location(ast.Call(function, list(call.args), list(call.keywords)), node)
+            if (inlined := self._inlined(one, one)) is not one:
+                self._others += 1
+                found.append(inlined)
+        if len(found) < 2:
+            return found[0] if found else node
+        return ast.copy_location(ast.Call(ast.Name(f"any{LOCAL}", ast.Load()), found, []), node)
+
+    def _inlined(self, node: ast.Call, call: ast.Call) -> ast.Call:
+        """Return ``node`` with the body of the function that ``call`` runs, and with those of its hooks."""
         called = called_by(call.func, self._place)
         if called is None:
             return node
@@ -230,7 +273,7 @@ class _Bodies(ast.NodeTransformer):
         depth, active = self._around
         if not is_of_update:
             depth += 1
-            if depth > DEPTH_MAX or self._count - self._reads >= BODIES_MAX:
+            if depth > DEPTH_MAX or self._count - self._reads - self._others >= BODIES_MAX:
                 return None
         source = None if code in active or not of_script(code.co_filename) else definition(code)
         if source is None:
@@ -239,6 +282,7 @@ class _Bodies(ast.NodeTransformer):
         names = CallerNames(source, node, callee, f"{LOCAL}{self._count}", self._place[0])
         statements = [names.visit(statement) for statement in source.body]
         bindings = list(names.bindings())
+        self.aliases.enter(statements, bindings)
         names.replace_arguments(node)
         call = CallWithBody(node, bindings, updates=callee.updates)
         opened = _Open(call, statements, _Around(depth, (*active, code)))

@@ -391,5 +391,7 @@ def _returned(node: ast.AST) -> list[ast.expr]:
     """Return the expressions that a statement of a function returns, and the conditions of these returns."""
     if isinstance(node, ast.Return):
         return [] if node.value is None else [node.value]
-    found = [value for child in ast.iter_child_nodes(node) for value in _returned(child)]
+    # An expression may have the body of another function, whose returns are not those of this one.
+    inside = (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
+    found = [value for child in inside for value in _returned(child)]
     return [*found, node.test] if found and isinstance(node, ast.If) else found

@@ -16,18 +16,17 @@ which no update depends.
 from __future__ import annotations
 
 import ast
-import dis
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from itertools import islice
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of, static_of
 from holdfast.runtime.worker.script_frames import name_of_item, variables_of_script
+from holdfast.session.variables.attribute_writers import AttributeWriters
 from holdfast.session.variables.called_bodies import (
     loop_of_calls,
 )
@@ -52,9 +51,6 @@ _STEP = "training_step"
 _DEPTH = 2
 _ITEMS_MAX = 1000
 _EXTRA = "get_extra_state"
-_WRITES = ("STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
-_METHODS = ("register_buffer", "append", "extend", "update", "setdefault", "add", "pop", "popleft")
-"""Methods that write an attribute, or the container in an attribute."""
 
 
 class ModuleVariables(NamedTuple):
@@ -77,7 +73,7 @@ def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariable
     found: dict[str, bool] = {}
     tables: dict[str, frozenset[int]] = {}
     sizes: set[str] = set()
-    writers = _Writers()
+    writers = AttributeWriters()
     classes: dict[type, tuple[str, dict[str, bool], GrowingTables]] = {}
     for module, name in _modules_in(_trained(places, source)):
         kind, path = type(module), chain(name)
@@ -215,32 +211,3 @@ def _held(module: object, attribute: str) -> Mapping[str, object]:
     """Return the parameters or modules that a module holds in ``attribute``; nothing for other objects."""
     found = instance_of(module).get(attribute)
     return found if isinstance(found, dict) else {}
-
-
-class _Writers:
-    """The classes of the script with a method that may write an attribute, other than ``__init__``."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, bool] = {}  # by the id of the class, because a metaclass may define `__hash__`
-
-    def may_write(self, holder: object) -> bool:
-        """Return whether a method of ``holder`` that belongs to the script may write an attribute."""
-        kind = type(holder)
-        if id(kind) not in self._known:
-            methods = (
-                value
-                for base in kind.__mro__
-                for name, value in vars(base).items()
-                if name != "__init__" and isinstance(value, FunctionType)
-            )
-            self._known[id(kind)] = any(
-                of_script(method.__code__.co_filename) and _may_write(method.__code__) for method in methods
-            )
-        return self._known[id(kind)]
-
-
-@cache
-def _may_write(code: CodeType) -> bool:
-    if any(name in _METHODS for name in code.co_names):
-        return True
-    return any(each.opname in _WRITES for each in dis.get_instructions(code))

@@ -1,0 +1,478 @@
+"""The objects behind the local names of a loop: ``meter = self.meter`` in each step makes no new meter.
+
+Theory. The search for variables takes a name that each step sets for a value of this step, and ``meter.count`` with it.
+The object keeps its count. So a local name, of the loop or of a function that it calls, is replaced by the name of its
+object, if all assignments to it denote the same existing object. An expression denotes an object if it is a variable,
+an attribute, a property or a call without arguments of a function of the script with one ``return`` of such an
+expression (``args = get_args()``), or an item of a dict, list, tuple or module list. The objects are those of the
+running script at the time of the search. An item has a name of ``name_of_item``. If a variable has the object, this
+is its name.
+
+If a name has several objects (``for loss in losses``), it stays. A call of it counts as a call of each of them.
+
+Invariants:
+1. Only objects that can change are replaced. A number, a text or a tuple is the value at the time of the assignment.
+2. An attribute or item that the searched source assigns is no name for an object, because the local name keeps the
+   earlier object: ``before = self.state`` and ``self.state = after``. These assignments are known when the whole source
+   has been entered, so the caller searches once more with the names in ``conflicts``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import NamedTuple
+
+from holdfast.runtime.worker.script_attributes import instance_of
+from holdfast.runtime.worker.script_frames import name_of_item, variables_at
+from holdfast.session.variables.attribute_writers import AttributeWriters
+from holdfast.session.variables.called_functions import (
+    LOCAL,
+    Callee,
+    CallerNames,
+    called_by,
+    callee_of,
+    chain,
+    definition,
+    getter_of,
+    of_script,
+    value_at,
+)
+
+ITEMS_MAX = 8
+_DEPTH_MAX = 6
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, type, ModuleType, type(None))
+_SEQUENCES = ("enumerate", "zip", "reversed", "list", "tuple", "sorted", "iter")
+_VIEWS = ("items", "values", "children")
+_CHANGE_ITEMS = ("append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "remove", "update")
+_INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+class _Definition(NamedTuple):
+    """An assignment to a name. ``is_item``: the name is one of the items of ``value``, and not ``value`` itself."""
+
+    value: ast.expr
+    is_item: bool
+
+
+class Aliases:
+    """The local names of a searched source, and the objects that they denote.
+
+    Args:
+        place: file and line that the stack frame with the loop executes now.
+        unsafe: the attributes and items that are no names of objects, from ``conflicts`` of an earlier search.
+    """
+
+    def __init__(self, place: tuple[str, int], unsafe: frozenset[str]) -> None:
+        self._place = place
+        self._unsafe = unsafe
+        self._definitions: dict[str, list[_Definition]] = {}
+        self._values: dict[str, object] = {}
+        self._used = set[str]()
+        self._stored = set[str]()
+        self._writers = AttributeWriters()
+        self._variables: dict[int, str] | None = None  # the names of objects that variables of the frame have
+
+    @property
+    def conflicts(self) -> frozenset[str]:
+        """The attributes and items that names of objects use, and that the source assigns."""
+        return frozenset(self._used & self._stored)
+
+    def enter(self, statements: Sequence[ast.AST], bindings: Sequence[ast.stmt] = ()) -> None:
+        """Replace the local names of a loop or of the body of a function by the names of their objects.
+
+        Args:
+            statements: the statements, in which no call has a body. They are changed.
+            bindings: assignments of arguments to the parameters of the function.
+        """
+        names = _LocalNames()
+        for statement in statements:
+            names.visit(statement)
+        for binding in bindings:
+            if isinstance(binding, ast.Assign):
+                names.bind(binding.targets[0], binding.value)
+        known = names.known()
+        self._definitions.update(known)
+        found = {name: each for name in known if (each := self._object_of(name, names)) is not None}
+        for statement in statements:
+            _Replacement(found, self._object_at).visit(statement)
+            self._stored.update(_stored(statement))
+
+    def functions(self, called: ast.expr) -> list[ast.expr]:
+        """Return the names of the functions and objects that a call of ``called`` may run."""
+        if chain(called) and _first(called) not in self._definitions and self._value(called) is not None:
+            return [called]
+        found = self._objects(called)
+        if len(found) > 1 or not chain(called):
+            found = [each for each in found if self._may_carry(each)]
+        found = [self._canonical(each) for each in found[:ITEMS_MAX]]
+        return found or ([called] if chain(called) else [])
+
+    def _may_carry(self, name: ast.expr) -> bool:
+        """Return whether a call of ``name`` may change what a later call finds."""
+        holder = self._value(name)
+        if isinstance(name, ast.Attribute) and name.attr not in instance_of(owner := self._value(name.value)):
+            holder = owner  # a method, which may change its object
+        elif isinstance(holder, FunctionType | MethodType | partial):
+            return True
+        return any(map(self._writers.may_write, (holder, *instance_of(holder).values())))
+
+    def _object_at(self, expression: ast.expr) -> ast.expr | None:
+        """Return the name of the one object that an item or the result of a call is; None if there is no such one."""
+        found = {id(self._value(one)): one for one in self._objects(expression)}
+        return self._named_once(found) if len(found) == 1 else None
+
+    def _object_of(self, name: str, names: _LocalNames) -> ast.expr | None:
+        """Return the name of the one object that all assignments to ``name`` denote; None if there is no such one."""
+        found: dict[int, ast.expr] = {}
+        for each in self._definitions[name]:
+            denoted = self._of_definition(each, 0)
+            if not denoted and not _is_none(each.value):
+                return None
+            found |= {id(self._value(one)): one for one in denoted}
+        if len(found) != 1:
+            return None
+        value = self._value(next(iter(found.values())))
+        if name in names.augmented and not hasattr(type(value), "__iadd__"):
+            return None
+        present = None if LOCAL in name else value_at(name, self._place)
+        return None if present is not None and present is not value else self._named_once(found)
+
+    def _named_once(self, found: Mapping[int, ast.expr]) -> ast.expr | None:
+        """Return the name of the one object in ``found``; None if its value cannot change."""
+        (name,) = found.values()
+        value = self._value(name)
+        if isinstance(value, _PLAIN):
+            return None
+        return self._canonical(name)
+
+    def _canonical(self, name: ast.expr) -> ast.expr:
+        """Return ``name`` with the variable of the frame that has this object, or the object of this attribute."""
+        self._used |= _parts(name)
+        if variable := self._variable_of(self._value(name)):
+            return ast.Name(variable, ast.Load())
+        if isinstance(name, ast.Attribute):
+            return ast.Attribute(self._canonical(name.value), name.attr, ast.Load())
+        return name
+
+    def _variable_of(self, value: object) -> str:
+        """Return the variable of the frame that has ``value``, and that the source does not assign; empty if none."""
+        if self._variables is None:
+            self._variables = {
+                id(held): variable
+                for variable, held in reversed(variables_at(self._place).items())
+                if variable not in self._definitions
+            }
+        return self._variables.get(id(value), "")
+
+    # ---------------------------------------------------------------- what expressions denote
+
+    def _objects(self, node: ast.expr, depth: int = 0) -> list[ast.expr]:
+        """Return the names of the existing objects that an expression may denote; none if they are not known."""
+        deeper = depth + 1
+        if depth > _DEPTH_MAX:
+            return []
+        match node:
+            case ast.Name(id=name) if name in self._definitions:
+                return [one for each in self._definitions[name] for one in self._of_definition(each, deeper)]
+            case ast.Name():
+                return [node] if self._value(node) is not None else []
+            case ast.Attribute(value=owner, attr=attribute):
+                owners = self._objects(owner, deeper)
+                return [one for each in owners for one in self._attribute(each, attribute, deeper)]
+            case ast.Subscript(value=owner, slice=key):
+                return self._items(owner, deeper, key)
+            case ast.IfExp(body=first, orelse=second):
+                return [*self._objects(first, deeper), *self._objects(second, deeper)]
+            case ast.BoolOp(values=values):
+                return [one for each in values for one in self._objects(each, deeper)]
+            case ast.NamedExpr(value=value):
+                return self._objects(value, deeper)
+            case ast.Call(func=ast.Attribute(attr="get", value=owner), args=[key, *_]) if (
+                found := self._items(owner, deeper, key)
+            ):
+                return found
+            case ast.Call(args=[], keywords=[]):  # a result of arguments depends on them
+                return self._returned(node, deeper)
+        return []
+
+    def _of_definition(self, definition: _Definition, depth: int) -> list[ast.expr]:
+        value, is_item = definition
+        return self._items(value, depth) if is_item else self._objects(value, depth)
+
+    def _attribute(self, owner: ast.expr, attribute: str, depth: int) -> list[ast.expr]:
+        name = ast.Attribute(owner, attribute, ast.Load())
+        getter = getter_of(name, self._place)
+        holder = self._value(owner)
+        if isinstance(holder, dict) and attribute in holder and attribute not in instance_of(holder):
+            return self._named(owner, [(attribute, holder[attribute])])
+        if getter is not None:
+            return self._result(getter, ast.Call(name, [], []), depth)
+        return [name] if attribute not in self._unsafe and self._value(name) is not None else []
+
+    def _returned(self, call: ast.Call, depth: int) -> list[ast.expr]:
+        """Return the names of the objects that a function of the script returns."""
+        found = []
+        for function in self._objects(call.func, depth):
+            called = called_by(function, self._place)
+            callee = None if called is None else callee_of(called, self._place)
+            if callee is not None:
+                found += self._result(callee, ast.Call(function, call.args, call.keywords), depth)
+        return found
+
+    def _result(self, callee: Callee, call: ast.Call, depth: int) -> list[ast.expr]:
+        """Return the names of the objects in the one ``return`` of a function; none if it has several of them."""
+        code = callee.function.__code__
+        source = definition(code) if of_script(code.co_filename) else None
+        returned = [] if source is None else list(_returns(source))
+        if source is None or len(returned) != 1 or returned[0].value is None:
+            return []
+        names = CallerNames(source, call, callee, f"{LOCAL}r", self._place[0])
+        return self._objects(names.visit(returned[0].value), depth)
+
+    def _items(self, node: ast.expr, depth: int, key: ast.expr | None = None) -> list[ast.expr]:
+        """Return the names of the items of the containers that ``node`` denotes.
+
+        Args:
+            node: the expression for the container.
+            depth: number of expressions around it.
+            key: the key or number of the item; None for all items.
+        """
+        wanted = key.value if isinstance(key, ast.Constant) else None
+        match node:
+            case ast.Tuple(elts=elements) | ast.List(elts=elements):
+                if isinstance(wanted, int) and -len(elements) <= wanted < len(elements):
+                    elements = [elements[wanted]]
+                return [one for each in elements for one in self._objects(each, depth + 1)]
+            case ast.Dict(keys=keys, values=values):
+                pairs = [(getattr(at, "value", None), each) for at, each in zip(keys, values, strict=True)]
+                chosen = [each for at, each in pairs if wanted is None or at == wanted]
+                return [one for each in chosen for one in self._objects(each, depth + 1)]
+            case ast.Call(func=ast.Name(id=function), args=arguments) if function in _SEQUENCES:
+                return [one for each in arguments for one in self._items(each, depth + 1)]
+            case ast.Call(func=ast.Attribute(attr=method, value=owner), args=[]) if method in _VIEWS:
+                return self._items(owner, depth + 1)
+            case ast.Name(id=name) if name in self._definitions and depth < _DEPTH_MAX:
+                made = [each.value for each in self._definitions[name] if not each.is_item]
+                if made and all(isinstance(each, ast.Dict | ast.List | ast.Tuple) for each in made):
+                    return [one for each in made for one in self._items(each, depth + 1, key)]
+        return [one for each in self._objects(node, depth) for one in self._items_of(each, wanted)]
+
+    def _items_of(self, container: ast.expr, wanted: object) -> list[ast.expr]:
+        value = self._value(container)
+        children = instance_of(value).get("_modules")
+        if isinstance(children, dict):
+            keys = list(children)
+            if isinstance(wanted, int) and -len(keys) <= wanted < len(keys):
+                wanted = keys[wanted]
+            chosen = [each for each in keys if wanted is None or each == wanted]
+            return [ast.Attribute(container, each, ast.Load()) for each in chosen[:ITEMS_MAX]]
+        found: list[tuple[object, object]] = []
+        if isinstance(value, dict):
+            found = (
+                list(islice(dict.items(value), ITEMS_MAX))
+                if wanted is None
+                else [(wanted, dict.__getitem__(value, wanted))] * dict.__contains__(value, wanted)
+            )
+        elif isinstance(value, list | tuple):
+            held = list(islice(list.__iter__(value) if isinstance(value, list) else iter(value), ITEMS_MAX))
+            numbers = range(len(held))
+            found = [(n, held[n]) for n in numbers if wanted is None or wanted in (n, n - len(held))]
+        return self._named(container, found)
+
+    def _named(self, container: ast.expr, items: Sequence[tuple[object, object]]) -> list[ast.expr]:
+        """Return names for items of a container: keys and values."""
+        place = f"{chain(container).rpartition('.')[2]}[]"
+        if place in self._unsafe:
+            return []
+        names: list[ast.expr] = []
+        for number, (key, held) in enumerate(items):
+            text = str(key) if isinstance(key, int | str) and re.fullmatch(r"\w+", str(key)) else str(number)
+            if not isinstance(held, _PLAIN):
+                names.append(ast.Name(name_of_item(chain(container), text, held), ast.Load()))
+        return names
+
+    def _value(self, name: ast.expr) -> object:
+        text = chain(name)
+        if text not in self._values:
+            self._values[text] = value_at(text, self._place) if text and LOCAL not in text else None
+        return self._values[text]
+
+
+class _LocalNames(ast.NodeVisitor):
+    """The names that a source assigns, and the expressions that it assigns to them."""
+
+    def __init__(self) -> None:
+        self.augmented = set[str]()
+        self._definitions: defaultdict[str, list[_Definition]] = defaultdict(list)
+        self._others = set[str]()  # names that are also set in another way
+        self._bound = set[int]()
+
+    def known(self) -> dict[str, list[_Definition]]:
+        """Return the assignments to the names that are set by such assignments only."""
+        return {name: each for name, each in self._definitions.items() if name not in self._others}
+
+    def bind(self, target: ast.expr, value: ast.expr, *, is_item: bool = False) -> None:
+        """Record the assignment of ``value``, or of an item of it, to ``target``."""
+        match target, value:
+            case ast.Name(id=name), _:
+                self._definitions[name].append(_Definition(value, is_item))
+                self._bound.add(id(target))
+            case (
+                (ast.Tuple(elts=targets) | ast.List(elts=targets)),
+                (ast.Tuple(elts=values) | ast.List(elts=values)),
+            ) if len(targets) == len(values) and not is_item:
+                for each, part in zip(targets, values, strict=True):
+                    self.bind(each, part)
+            case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), _):
+                for each in targets:
+                    if isinstance(each, ast.Name):
+                        self.bind(each, value, is_item=True)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self.bind(target, node.value)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.bind(node.target, node.value)
+        self.generic_visit(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self.bind(node.target, node.value)
+        self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> None:
+        self.bind(node.target, node.iter, is_item=True)
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        self.bind(node.target, node.iter, is_item=True)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if isinstance(node.target, ast.Name):
+            self.augmented.add(node.target.id)
+            self._bound.add(id(node.target))
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not isinstance(node.ctx, ast.Load) and id(node) not in self._bound:
+            self._others.add(node.id)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        match node:
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                self._others.update(names)
+            case (
+                ast.FunctionDef(name=str(name))
+                | ast.ClassDef(name=str(name))
+                | ast.ExceptHandler(name=str(name))
+            ):
+                self._others.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.arg(arg=name):
+                self._others.add(name)
+            case ast.alias(name=module, asname=name):
+                self._others.add(name or module.partition(".")[0])
+        super().generic_visit(node)
+
+
+class _Replacement(ast.NodeTransformer):
+    """The replacement of local names by the names of their objects.
+
+    Args:
+        found: the names of objects by local name.
+        named: function that returns the name of the object that an expression denotes.
+    """
+
+    def __init__(self, found: Mapping[str, ast.expr], named: Callable[[ast.expr], ast.expr | None]) -> None:
+        self._found = found
+        self._named = named
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Replace the owner of an attribute if it has another name, or is an item or the result of a call."""
+        self.generic_visit(node)
+        if (
+            isinstance(node.value, ast.Attribute | ast.Subscript | ast.Call)
+            and (named := self._named(node.value)) is not None
+        ):
+            node.value = _copy(named, ast.Load(), node.value)
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Name) and node.target.id in self._found:
+            target = _copy(self._found[node.target.id], ast.Store(), node.target)
+            assert isinstance(target, ast.Name | ast.Attribute)
+            node.target = target
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        found = self._found.get(node.id) if isinstance(node.ctx, ast.Load) else None
+        return node if found is None else _copy(found, ast.Load(), node)
+
+
+def _copy(name: ast.expr, context: ast.expr_context, at: ast.expr) -> ast.expr:
+    """Return a new tree for a variable or attribute, at the place of ``at``."""
+    match name:
+        case ast.Attribute(value=owner, attr=attribute):
+            return ast.copy_location(ast.Attribute(_copy(owner, ast.Load(), at), attribute, context), at)
+        case ast.Name(id=variable):
+            return ast.copy_location(ast.Name(variable, context), at)
+    return name
+
+
+def _parts(name: ast.expr) -> set[str]:
+    """Return the attributes and the container in the name of an object, in the form of ``Aliases.conflicts``."""
+    first, *attributes = chain(name).split(".")
+    container = {f"{first.partition(':')[0].rstrip('_')}[]"} if ":" in first else set()
+    return {*attributes, *container}
+
+
+def _stored(node: ast.AST) -> Iterator[str]:
+    """Yield the attributes and the containers of items that the source assigns."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.AugAssign):
+            continue
+        match each:
+            case ast.Assign(targets=targets):
+                yield from (name for target in targets for name in _stored_by(target))
+            case ast.AnnAssign(target=target) | ast.For(target=target) | ast.NamedExpr(target=target):
+                yield from _stored_by(target)
+            case ast.Delete(targets=targets):
+                yield from (name for target in targets for name in _stored_by(target))
+            case ast.Call(func=ast.Attribute(attr=method, value=owner)) if method in _CHANGE_ITEMS:
+                yield f"{chain(owner).rpartition('.')[2]}[]"
+
+
+def _stored_by(target: ast.expr) -> Iterator[str]:
+    match target:
+        case ast.Attribute(attr=attribute):
+            yield attribute
+        case ast.Subscript(value=container):
+            yield f"{chain(container).rpartition('.')[2]}[]"
+        case ast.Tuple(elts=elements) | ast.List(elts=elements):
+            yield from (name for each in elements for name in _stored_by(each))
+
+
+def _returns(function: ast.AST) -> Iterator[ast.Return]:
+    """Yield the ``return`` statements of a function, without those of functions inside of it."""
+    for child in ast.iter_child_nodes(function):
+        if isinstance(child, ast.Return):
+            yield child
+        elif not isinstance(child, _INNER):
+            yield from _returns(child)
+
+
+def _first(name: ast.expr) -> str:
+    return chain(name).partition(".")[0]
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None

@@ -1,0 +1,176 @@
+"""Local names for objects of the script: what a step does to the object counts under the name of the object."""
+
+from __future__ import annotations
+
+import linecache
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.runtime.worker import script_frames
+from holdfast.session.variables.deciding_variables import deciding_variables
+
+CLASSES = """
+from torch import nn
+
+
+class Weight:
+    def __init__(self):
+        self.count = 0
+
+    def next(self):
+        self.count += 1
+        return self.count
+
+    def advance(self, holder):
+        self.count += 1
+        holder.share = self.count
+
+    def __call__(self, loss):
+        return loss * self.next()
+
+
+class Plain:
+    def __call__(self, loss):
+        return loss * 2
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, loss):
+        self.passes += 1
+        return loss * self.passes
+
+
+class Holder:
+    def __init__(self):
+        self.weight, self.other, self.share, self.plain = Weight(), Weight(), 1, Plain()
+        self.by_name = {"a": self.weight}
+        self.both = [self.weight, self.other]
+        self.state, self.kept, self.before, self.rates = {"n": 0}, None, Weight(), (1, 2)
+        self.scales = nn.ModuleList([Scale()])
+
+    @property
+    def current(self):
+        return self.weight
+
+    def found(self):
+        assert self.weight is not None
+        return self.weight
+
+    def either(self):
+        if self.share:
+            return self.weight
+        return self.other
+
+    def new(self):
+        return Weight()
+
+    def loss(self, loss):
+        weight = self.weight
+        return loss * weight.next()
+
+    def sum(self, loss):
+        total = 0
+        for each in self.both:
+            total += each(loss)
+        return total
+
+    def watch(self, loss):
+        for each in self.both:
+            each.next()
+        return loss
+
+
+_SETTINGS = Weight()
+
+
+def settings():
+    return _SETTINGS
+
+
+def scaled(weight, loss):
+    mine = weight
+    mine.count += 1
+    return loss * mine.count
+"""
+STEP = ".backward()\noptimizer.step()"
+FOUND: dict[str, tuple[str, ...]] = {
+    f"w = holder.weight\nw.count += 1\n(loss * w.count){STEP}": ("holder.weight.count",),
+    f"w = holder.weight\n(loss * w.next()){STEP}": ("holder.weight.count",),
+    f"h = holder\nw = h.weight\nw.count += 1\n(loss * w.count){STEP}": ("holder.weight.count",),
+    f"w, n = holder.weight, 1\nw.count += n\n(loss * w.count){STEP}": ("holder.weight.count",),
+    f"if (w := holder.weight) is not None:\n    w.count += 1\n(loss * w.count){STEP}": (
+        "holder.weight.count",
+    ),
+    f"w = holder.weight if loss else None\nw.count += 1\n(loss * w.count){STEP}": ("holder.weight.count",),
+    f"w = holder.weight\nw.count += 1\n(loss * holder.weight.count){STEP}": ("holder.weight.count",),
+    f"w = holder.current\nw.count += 1\n(loss * w.count){STEP}": ("holder.weight.count",),
+    f"w = holder.found()\nw.count += 1\n(loss * holder.found().count){STEP}": ("holder.weight.count",),
+    f"settings().count += 1\nargs = settings()\n(loss * args.count){STEP}": ("_SETTINGS.count",),
+    f"w = holder.by_name['a']\nw.count += 1\n(loss * w.count){STEP}": ("by_name:a.count",),
+    f"holder.by_name['a'].count += 1\n(loss * holder.by_name['a'].count){STEP}": ("by_name:a.count",),
+    f"w = holder.by_name.get('a')\nw.count += 1\n(loss * w.count){STEP}": ("by_name:a.count",),
+    f"kept = holder.state\nkept['n'] += 1\n(loss * kept['n']){STEP}": ('holder.state["n"]',),
+    f"held = holder.tensor\nheld += 1\n(loss * held){STEP}": ("holder.tensor",),
+    f"scaled(holder.weight, loss){STEP}": ("holder.weight.count",),
+    f"holder.loss(loss){STEP}": ("holder.weight.count",),
+    # The variable that has the object gives it its name.
+    f"w = holder.other\nw.count += 1\n(loss * other.count){STEP}": ("other.count",),
+    f"holder.other.count += 1\n(loss * other.count){STEP}": ("other.count",),
+    f"holder.current.count += 1\n(loss * holder.current.count){STEP}": ("holder.weight.count",),
+    # A call of one of several objects.
+    f"holder.sum(loss){STEP}": ("both:0.count", "other.count"),
+    f"sum(each(loss) for each in holder.both){STEP}": ("both:0.count", "other.count"),
+    f"holder.by_name['a'](loss){STEP}": ("by_name:a.count",),
+    f"holder.both[1](loss){STEP}": ("other.count",),
+    f"total = 0\nfor n in (0, 1):\n    total += holder.both[n](loss)\ntotal{STEP}": (
+        "both:0.count",
+        "other.count",
+    ),
+    f"total = 0\nfor key, each in holder.by_name.items():\n    total += each.next()\n(loss * total){STEP}": (
+        "by_name:a.count",
+    ),
+    f"for each, n in zip(holder.both, (1, 2)):\n    each.advance(holder)\n(loss * holder.share){STEP}": (
+        "both:0.count",
+        "other.count",
+    ),
+    f"({{'a': holder.weight.next}}['a']() * loss){STEP}": ("holder.weight.count",),
+    f"choices = {{'a': holder.weight.next}}\nn = choices['a']()\n(loss * n){STEP}": ("holder.weight.count",),
+    f"holder.scales[0](loss){STEP}": ("holder.scales.0.passes",),
+    # What a step makes, or sets first, carries nothing; and a name keeps the object of before.
+    f"w = holder.new()\nw.count += 1\n(loss * w.count){STEP}": (),
+    f"w = holder.weight\nw.count = 0\nw.count += 1\n(loss * w.count){STEP}": (),
+    f"w = holder.weight\nw.count += 1\nloss{STEP}": (),
+    f"holder.watch(loss){STEP}": (),
+    f"w = holder.before\nholder.before = loss\n(loss * w.count){STEP}": ("holder.before",),
+    f"first, second = holder.rates\n(loss * first){STEP}": (),
+    f"holder.plain(loss){STEP}": (),
+    f"kept = holder.kept\nholder.kept = loss\n(loss * 2){STEP}": (),
+}
+
+
+@pytest.mark.parametrize("code", FOUND)
+def test_names_of_objects_behind_local_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.setattr(script_frames, "_OUTSIDE", {})
+    block = "".join(f"            {line}\n" for line in code.splitlines())
+    text = f"{CLASSES}with session:\n    for step in steps:\n        with step:\n{block}"
+    (file := tmp_path / "train.py").write_text(text)
+    linecache.checkcache()
+    module = types.ModuleType("train")
+    exec(compile(CLASSES, str(file), "exec"), vars(module))
+    # The search looks up these names in this function, as in that of a script.
+    holder, settings, scaled, _SETTINGS = module.Holder(), module.settings, module.scaled, module._SETTINGS
+    holder.tensor, loss, other = torch.zeros(1), torch.ones(1), holder.other
+    line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
+    found = deciding_variables(((str(file), line),), update=True)
+    assert set(found) == set(FOUND[code])
+    assert all((settings, scaled, _SETTINGS, other, loss)) and isinstance(holder.scales, nn.ModuleList)
