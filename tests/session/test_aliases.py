@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.exit_codes import Exit
 from holdfast.runtime.worker import script_frames
 from holdfast.session.variables.deciding_variables import deciding_variables
+from tests.session.launch import run_job, run_undisturbed_and_killed
 
 CLASSES = """
 from torch import nn
@@ -174,3 +176,26 @@ def test_names_of_objects_behind_local_names(
     found = deciding_variables(((str(file), line),), update=True)
     assert set(found) == set(FOUND[code])
     assert all((settings, scaled, _SETTINGS, other, loss)) and isinstance(holder.scales, nn.ModuleList)
+
+
+JOB = str(Path(__file__).with_name("alias_job.py"))
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("local", "trainer.part.passes"), ("items", "parts:square.passes"), ("settings", "_SETTINGS.passes")],
+)
+def test_a_count_of_an_object_behind_a_local_name_is_refused(tmp_path: Path, form: str, name: str) -> None:
+    """Regression: a replacement began with a count of 0. The job ended with other weights and exit code 0."""
+    done = run_job(tmp_path, 2, JOB, form)
+    assert done.returncode == Exit.BAD_INPUT and name in done.stdout, done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_local_names_on_which_no_update_depends_are_exact_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "depend" not in run_undisturbed_and_killed(tmp_path, monkeypatch, "1:5,0:8", JOB, "harmless")
