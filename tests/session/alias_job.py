@@ -97,7 +97,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss = trainer.loss(model(batch))
                 beat(step.number)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
     end(model)
 
