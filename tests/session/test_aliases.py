@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import types
 from pathlib import Path
 
@@ -90,6 +91,14 @@ class Holder:
         return loss
 
 
+class Watcher:
+    def __init__(self, holder):
+        self.share = holder.weight
+
+    def mark(self):
+        self.share.count += 1
+
+
 _SETTINGS = Weight()
 
 
@@ -127,6 +136,11 @@ FOUND: dict[str, tuple[str, ...]] = {
     f"w = holder.other\nw.count += 1\n(loss * other.count){STEP}": ("other.count",),
     f"holder.other.count += 1\n(loss * other.count){STEP}": ("other.count",),
     f"holder.current.count += 1\n(loss * holder.current.count){STEP}": ("holder.weight.count",),
+    # Two attributes have one object.
+    f"watcher.share.count += 1\n(loss * holder.weight.count){STEP}": ("watcher.share.count",),
+    f"watcher.mark()\n(loss * holder.weight.count){STEP}": ("holder.weight.count",),
+    # Two objects of one class have one method.
+    f"(loss * holder.weight.next()){STEP}\nholder.before.next()": ("holder.weight.count",),
     # A call of one of several objects.
     f"holder.sum(loss){STEP}": ("both:0.count", "other.count"),
     f"sum(each(loss) for each in holder.both){STEP}": ("both:0.count", "other.count"),
@@ -146,6 +160,11 @@ FOUND: dict[str, tuple[str, ...]] = {
     f"({{'a': holder.weight.next}}['a']() * loss){STEP}": ("holder.weight.count",),
     f"choices = {{'a': holder.weight.next}}\nn = choices['a']()\n(loss * n){STEP}": ("holder.weight.count",),
     f"holder.scales[0](loss){STEP}": ("holder.scales.0.passes",),
+    f"total = 0\nfor each in holder.both:\n    each.count += 1\n    total += each.count\n(loss * total){STEP}": (
+        "both:0.count",
+        "other.count",
+    ),
+    f"for each in holder.both:\n    each.count += 1\nloss{STEP}": (),
     # What a step makes, or sets first, carries nothing; and a name keeps the object of before.
     f"w = holder.new()\nw.count += 1\n(loss * w.count){STEP}": (),
     f"w = holder.weight\nw.count = 0\nw.count += 1\n(loss * w.count){STEP}": (),
@@ -168,14 +187,19 @@ def test_names_of_objects_behind_local_names(
     (file := tmp_path / "train.py").write_text(text)
     linecache.checkcache()
     module = types.ModuleType("train")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "train", module)
     exec(compile(CLASSES, str(file), "exec"), vars(module))
     # The search looks up these names in this function, as in that of a script.
     holder, settings, scaled, _SETTINGS = module.Holder(), module.settings, module.scaled, module._SETTINGS
+    watcher = module.Watcher(holder)
     holder.tensor, loss, other = torch.zeros(1), torch.ones(1), holder.other
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
     assert set(found) == set(FOUND[code])
-    assert all((settings, scaled, _SETTINGS, other, loss)) and isinstance(holder.scales, nn.ModuleList)
+    assert all((settings, scaled, _SETTINGS, other, loss, watcher)) and isinstance(
+        holder.scales, nn.ModuleList
+    )
 
 
 JOB = str(Path(__file__).with_name("alias_job.py"))

@@ -8,7 +8,8 @@ expression (``args = get_args()``), or an item of a dict, list, tuple or module 
 running script at the time of the search. An item has a name of ``name_of_item``. If a variable has the object, this
 is its name.
 
-If a name has several objects (``for loss in losses``), it stays. A call of it counts as a call of each of them.
+If a ``for`` loop goes through objects of the script, its body is repeated for each of them. Any other name of several
+objects stays, and a call of it counts as a call of each of them.
 
 Invariants:
 1. Only objects that can change are replaced. A number, a text or a tuple is the value at the time of the assignment.
@@ -20,15 +21,18 @@ Invariants:
 from __future__ import annotations
 
 import ast
+import copy
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import isroutine
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
-from holdfast.runtime.worker.script_attributes import instance_of
+from holdfast.runtime.worker.script_attributes import has_static, instance_of
 from holdfast.runtime.worker.script_frames import name_of_item, variables_at
 from holdfast.session.variables.attribute_writers import AttributeWriters
 from holdfast.session.variables.called_functions import (
@@ -73,6 +77,7 @@ class Aliases:
         self._unsafe = unsafe
         self._definitions: dict[str, list[_Definition]] = {}
         self._values: dict[str, object] = {}
+        self._names: dict[int, ast.expr] = {}  # by the id of an object
         self._used = set[str]()
         self._stored = set[str]()
         self._writers = AttributeWriters()
@@ -99,8 +104,10 @@ class Aliases:
         known = names.known()
         self._definitions.update(known)
         found = {name: each for name in known if (each := self._object_of(name, names)) is not None}
+        others = (name for name in known if name not in found)
+        several = {name: objects for name in others if (objects := self._several(name))}
         for statement in statements:
-            _Replacement(found, self._object_at).visit(statement)
+            _Replacement(found, several, self._object_at).visit(statement)
             self._stored.update(_stored(statement))
 
     def functions(self, called: ast.expr) -> list[ast.expr]:
@@ -143,6 +150,14 @@ class Aliases:
         present = None if LOCAL in name else value_at(name, self._place)
         return None if present is not None and present is not value else self._named_once(found)
 
+    def _several(self, name: str) -> list[ast.expr]:
+        """Return the names of the objects of the script through which a ``for`` loop goes, if these are all of them."""
+        if not all(each.is_item for each in self._definitions[name]):
+            return []
+        found = [one for each in self._definitions[name] for one in self._of_definition(each, 0)]
+        whole = 1 < len(found) < ITEMS_MAX and all(_is_of_script(type(self._value(one))) for one in found)
+        return [self._canonical(one) for one in found] if whole else []
+
     def _named_once(self, found: Mapping[int, ast.expr]) -> ast.expr | None:
         """Return the name of the one object in ``found``; None if its value cannot change."""
         (name,) = found.values()
@@ -152,13 +167,15 @@ class Aliases:
         return self._canonical(name)
 
     def _canonical(self, name: ast.expr) -> ast.expr:
-        """Return ``name`` with the variable of the frame that has this object, or the object of this attribute."""
+        """Return the one name of the object ``name``: a variable of the frame, or the first name of the search."""
         self._used |= _parts(name)
-        if variable := self._variable_of(self._value(name)):
+        value = self._value(name)
+        is_object = not isinstance(value, _PLAIN) and not isroutine(value)
+        if is_object and (variable := self._variable_of(value)):
             return ast.Name(variable, ast.Load())
         if isinstance(name, ast.Attribute):
-            return ast.Attribute(self._canonical(name.value), name.attr, ast.Load())
-        return name
+            name = ast.Attribute(self._canonical(name.value), name.attr, ast.Load())
+        return self._names.setdefault(id(value), name) if is_object else name
 
     def _variable_of(self, value: object) -> str:
         """Return the variable of the frame that has ``value``, and that the source does not assign; empty if none."""
@@ -293,7 +310,8 @@ class Aliases:
         names: list[ast.expr] = []
         for number, (key, held) in enumerate(items):
             text = str(key) if isinstance(key, int | str) and re.fullmatch(r"\w+", str(key)) else str(number)
-            if not isinstance(held, _PLAIN):
+            # A loop over tensors changes all of them, as a whole. The container is the variable then.
+            if not isinstance(held, _PLAIN) and not has_static(held, "dtype"):
                 names.append(ast.Name(name_of_item(chain(container), text, held), ast.Load()))
         return names
 
@@ -388,12 +406,34 @@ class _Replacement(ast.NodeTransformer):
 
     Args:
         found: the names of objects by local name.
+        several: the names of the objects through which a ``for`` loop goes, by its local name.
         named: function that returns the name of the object that an expression denotes.
     """
 
-    def __init__(self, found: Mapping[str, ast.expr], named: Callable[[ast.expr], ast.expr | None]) -> None:
+    def __init__(
+        self,
+        found: Mapping[str, ast.expr],
+        several: Mapping[str, Sequence[ast.expr]],
+        named: Callable[[ast.expr], ast.expr | None],
+    ) -> None:
         self._found = found
+        self._several = several
         self._named = named
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        """Repeat the body of a loop over objects of the script for each of them."""
+        names = [each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)]
+        repeated = next((name for name in names if name in self._several), "")
+        if not repeated:
+            return self.generic_visit(node)
+        node.iter = self.visit(node.iter)
+        body = []
+        for one in self._several[repeated]:
+            inner = _Replacement({**self._found, repeated: one}, self._several, self._named)
+            body += [inner.visit(statement) for statement in copy.deepcopy(node.body)]
+        node.body = body
+        node.orelse = [self.visit(statement) for statement in node.orelse]
+        return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """Replace the owner of an attribute if it has another name, or is an item or the result of a call."""
@@ -468,6 +508,12 @@ def _returns(function: ast.AST) -> Iterator[ast.Return]:
             yield child
         elif not isinstance(child, _INNER):
             yield from _returns(child)
+
+
+def _is_of_script(kind: type) -> bool:
+    """Return whether a class belongs to the script."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return isinstance(file, str) and of_script(file)
 
 
 def _first(name: ast.expr) -> str:
