@@ -106,8 +106,9 @@ class Aliases:
         found = {name: each for name in known if (each := self._object_of(name, names)) is not None}
         others = (name for name in known if name not in found)
         several = {name: objects for name in others if (objects := self._several(name))}
+        replacement = _Replacement(found, several, self._object_at)
         for statement in statements:
-            _Replacement(found, several, self._object_at).visit(statement)
+            replacement.visit(statement)
             self._stored.update(_stored(statement))
 
     def functions(self, called: ast.expr) -> list[ast.expr]:
@@ -117,7 +118,7 @@ class Aliases:
         found = self._objects(called)
         if len(found) > 1 or not chain(called):
             found = [each for each in found if self._may_carry(each)]
-        found = [self._canonical(each) for each in found[:ITEMS_MAX]]
+        found = [self._replacing(each) for each in found[:ITEMS_MAX]]
         return found or ([called] if chain(called) else [])
 
     def _may_carry(self, name: ast.expr) -> bool:
@@ -130,9 +131,13 @@ class Aliases:
         return any(map(self._writers.may_write, (holder, *instance_of(holder).values())))
 
     def _object_at(self, expression: ast.expr) -> ast.expr | None:
-        """Return the name of the one object that an item or the result of a call is; None if there is no such one."""
+        """Return another name of the one object that an expression denotes; None if there is no such one."""
         found = {id(self._value(one)): one for one in self._objects(expression)}
-        return self._named_once(found) if len(found) == 1 else None
+        if len(found) != 1:
+            return None
+        (name,) = found.values()
+        same = chain(expression) and chain(self._canonical(name)) == chain(expression)
+        return None if same or isinstance(self._value(name), _PLAIN) else self._replacing(name)
 
     def _object_of(self, name: str, names: _LocalNames) -> ast.expr | None:
         """Return the name of the one object that all assignments to ``name`` denote; None if there is no such one."""
@@ -144,11 +149,12 @@ class Aliases:
             found |= {id(self._value(one)): one for one in denoted}
         if len(found) != 1:
             return None
-        value = self._value(next(iter(found.values())))
-        if name in names.augmented and not hasattr(type(value), "__iadd__"):
+        (one,) = found.values()
+        value = self._value(one)
+        if isinstance(value, _PLAIN) or (name in names.augmented and not hasattr(type(value), "__iadd__")):
             return None
         present = None if LOCAL in name else value_at(name, self._place)
-        return None if present is not None and present is not value else self._named_once(found)
+        return None if present is not None and present is not value else self._replacing(one)
 
     def _several(self, name: str) -> list[ast.expr]:
         """Return the names of the objects of the script through which a ``for`` loop goes, if these are all of them."""
@@ -156,19 +162,16 @@ class Aliases:
             return []
         found = [one for each in self._definitions[name] for one in self._of_definition(each, 0)]
         whole = 1 < len(found) < ITEMS_MAX and all(_is_of_script(type(self._value(one))) for one in found)
-        return [self._canonical(one) for one in found] if whole else []
+        return [self._replacing(one) for one in found] if whole else []
 
-    def _named_once(self, found: Mapping[int, ast.expr]) -> ast.expr | None:
-        """Return the name of the one object in ``found``; None if its value cannot change."""
-        (name,) = found.values()
-        value = self._value(name)
-        if isinstance(value, _PLAIN):
-            return None
-        return self._canonical(name)
+    def _replacing(self, name: ast.expr) -> ast.expr:
+        """Return the one name of the object ``name``, which replaces an expression of the source."""
+        canonical = self._canonical(name)
+        self._used |= _parts(name) | _parts(canonical)
+        return canonical
 
     def _canonical(self, name: ast.expr) -> ast.expr:
         """Return the one name of the object ``name``: a variable of the frame, or the first name of the search."""
-        self._used |= _parts(name)
         value = self._value(name)
         is_object = not isinstance(value, _PLAIN) and not isroutine(value)
         if is_object and (variable := self._variable_of(value)):
