@@ -55,6 +55,8 @@ class Holder:
     def __init__(self):
         self.weight, self.other, self.share, self.plain = Weight(), Weight(), 1, Plain()
         self.by_name = {"a": self.weight}
+        self.two = {"a": self.weight, "b": self.other}
+        self.many = [Weight() for _ in range(12)]
         self.both = [self.weight, self.other]
         self.state, self.kept, self.before, self.rates = {"n": 0}, None, Weight(), (1, 2)
         self.scales = nn.ModuleList([Scale()])
@@ -165,6 +167,17 @@ FOUND: dict[str, tuple[str, ...]] = {
         "other.count",
     ),
     f"for each in holder.both:\n    each.count += 1\nloss{STEP}": (),
+    f"n = 0\nfor key, each in holder.two.items():\n    each.count += 1\n    n += each.count\n(loss * n){STEP}": (
+        "two:a.count",
+        "other.count",
+    ),
+    f"n = 0\nfor i, (each, m) in enumerate(zip(holder.both, [1, 2])):\n    n += each.next()\n(loss * n){STEP}": (
+        "both:0.count",
+        "other.count",
+    ),
+    f"held = holder.many[-1]\nheld.count += 1\n(loss * held.count){STEP}": ("many:11.count",),
+    f"held = holder.many[10:]\n(loss * len(held)){STEP}": (),
+    f"held = holder.two.get('none')\n(loss * 2){STEP}": (),
     # What a step makes, or sets first, carries nothing; and a name keeps the object of before.
     f"w = holder.new()\nw.count += 1\n(loss * w.count){STEP}": (),
     f"w = holder.weight\nw.count = 0\nw.count += 1\n(loss * w.count){STEP}": (),
@@ -181,9 +194,31 @@ FOUND: dict[str, tuple[str, ...]] = {
 def test_names_of_objects_behind_local_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
+    assert found_in(tmp_path, monkeypatch, code, "with session:\n    for step in steps:\n") == set(
+        FOUND[code]
+    )
+
+
+def test_the_loop_that_runs_now_is_not_repeated_for_each_of_its_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"each.count += 1\n(loss * each.count){STEP}"
+    found = found_in(tmp_path, monkeypatch, code, "for each in holder.both:\n    for step in steps:\n")
+    assert found == {"each.count"}
+
+
+def found_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, around: str) -> set[str]:
+    """Return the variables that the search finds for a step with the code ``code``.
+
+    Args:
+        tmp_path: directory for the script.
+        monkeypatch: the fixture.
+        code: the code of the step.
+        around: the lines around the block of the step.
+    """
     monkeypatch.setattr(script_frames, "_OUTSIDE", {})
     block = "".join(f"            {line}\n" for line in code.splitlines())
-    text = f"{CLASSES}with session:\n    for step in steps:\n        with step:\n{block}"
+    text = f"{CLASSES}{around}        with step:\n{block}"
     (file := tmp_path / "train.py").write_text(text)
     linecache.checkcache()
     module = types.ModuleType("train")
@@ -196,10 +231,10 @@ def test_names_of_objects_behind_local_names(
     holder.tensor, loss, other = torch.zeros(1), torch.ones(1), holder.other
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
     found = deciding_variables(((str(file), line),), update=True)
-    assert set(found) == set(FOUND[code])
     assert all((settings, scaled, _SETTINGS, other, loss, watcher)) and isinstance(
         holder.scales, nn.ModuleList
     )
+    return set(found)
 
 
 JOB = str(Path(__file__).with_name("alias_job.py"))

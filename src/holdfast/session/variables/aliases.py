@@ -88,13 +88,34 @@ class Aliases:
         """The attributes and items that names of objects use, and that the source assigns."""
         return frozenset(self._used & self._stored)
 
-    def enter(self, statements: Sequence[ast.AST], bindings: Sequence[ast.stmt] = ()) -> None:
-        """Replace the local names of a loop or of the body of a function by the names of their objects.
+    def enter_loop(self, loop: ast.AST) -> None:
+        """Replace the local names of a loop by the names of their objects. ``loop`` is changed."""
+        line = self._place[1]
+        running = {
+            id(node)
+            for node in ast.walk(loop)
+            if isinstance(node, ast.For) and node.lineno <= line <= (node.end_lineno or 0)
+        }
+        self._enter([loop], (), lambda node: id(node) not in running)
+
+    def enter_body(
+        self, statements: Sequence[ast.stmt], bindings: Sequence[ast.stmt], *, is_running: bool
+    ) -> None:
+        """Replace the local names of the body of a called function by the names of their objects.
 
         Args:
             statements: the statements, in which no call has a body. They are changed.
             bindings: assignments of arguments to the parameters of the function.
+            is_running: True if the update is made in a call of this function.
         """
+        self._enter(statements, bindings, lambda node: not is_running)
+
+    def _enter(
+        self,
+        statements: Sequence[ast.AST],
+        bindings: Sequence[ast.stmt],
+        may_repeat: Callable[[ast.For], bool],
+    ) -> None:
         names = _LocalNames()
         for statement in statements:
             names.visit(statement)
@@ -106,7 +127,7 @@ class Aliases:
         found = {name: each for name in known if (each := self._object_of(name, names)) is not None}
         others = (name for name in known if name not in found)
         several = {name: objects for name in others if (objects := self._several(name))}
-        replacement = _Replacement(found, several, self._object_at)
+        replacement = _Replacement(found, several, self._object_at, may_repeat)
         for statement in statements:
             replacement.visit(statement)
             self._stored.update(_stored(statement))
@@ -205,7 +226,7 @@ class Aliases:
             case ast.Attribute(value=owner, attr=attribute):
                 owners = self._objects(owner, deeper)
                 return [one for each in owners for one in self._attribute(each, attribute, deeper)]
-            case ast.Subscript(value=owner, slice=key):
+            case ast.Subscript(value=owner, slice=key) if not isinstance(key, ast.Slice):
                 return self._items(owner, deeper, key)
             case ast.IfExp(body=first, orelse=second):
                 return [*self._objects(first, deeper), *self._objects(second, deeper)]
@@ -263,7 +284,12 @@ class Aliases:
             depth: number of expressions around it.
             key: the key or number of the item; None for all items.
         """
-        wanted = key.value if isinstance(key, ast.Constant) else None
+        wanted: object = None
+        match key:
+            case ast.Constant(value=value):
+                wanted = value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
+                wanted = -value
         match node:
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
                 if isinstance(wanted, int) and -len(elements) <= wanted < len(elements):
@@ -294,15 +320,16 @@ class Aliases:
             return [ast.Attribute(container, each, ast.Load()) for each in chosen[:ITEMS_MAX]]
         found: list[tuple[object, object]] = []
         if isinstance(value, dict):
-            found = (
-                list(islice(dict.items(value), ITEMS_MAX))
-                if wanted is None
-                else [(wanted, dict.__getitem__(value, wanted))] * dict.__contains__(value, wanted)
-            )
+            if wanted is None:
+                found = list(islice(dict.items(value), ITEMS_MAX))
+            elif dict.__contains__(value, wanted):
+                found = [(wanted, dict.__getitem__(value, wanted))]
         elif isinstance(value, list | tuple):
-            held = list(islice(list.__iter__(value) if isinstance(value, list) else iter(value), ITEMS_MAX))
-            numbers = range(len(held))
-            found = [(n, held[n]) for n in numbers if wanted is None or wanted in (n, n - len(held))]
+            held = list(value) if type(value) in (list, tuple) else []
+            if wanted is None:
+                found = list(enumerate(held[:ITEMS_MAX]))
+            elif isinstance(wanted, int) and -len(held) <= wanted < len(held):
+                found = [(wanted % len(held), held[wanted])]
         return self._named(container, found)
 
     def _named(self, container: ast.expr, items: Sequence[tuple[object, object]]) -> list[ast.expr]:
@@ -370,12 +397,27 @@ class _LocalNames(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
-        self.bind(node.target, node.iter, is_item=True)
+        self._bind_items(node.target, node.iter)
         self.generic_visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
-        self.bind(node.target, node.iter, is_item=True)
+        self._bind_items(node.target, node.iter)
         self.generic_visit(node)
+
+    def _bind_items(self, target: ast.expr, source: ast.expr) -> None:
+        """Record that a loop assigns the items of ``source`` to ``target``."""
+        match target, source:
+            case ast.Tuple(elts=[_, item]), ast.Call(func=ast.Attribute(attr="items")):
+                self.bind(item, source, is_item=True)
+            case ast.Tuple(elts=[_, item]), ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
+                self._bind_items(item, inner)
+            case ast.Tuple(elts=items), ast.Call(func=ast.Name(id="zip"), args=sources) if len(items) == len(
+                sources
+            ):
+                for item, inner in zip(items, sources, strict=True):
+                    self._bind_items(item, inner)
+            case _:
+                self.bind(target, source, is_item=True)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if isinstance(node.target, ast.Name):
@@ -411,6 +453,8 @@ class _Replacement(ast.NodeTransformer):
         found: the names of objects by local name.
         several: the names of the objects through which a ``for`` loop goes, by its local name.
         named: function that returns the name of the object that an expression denotes.
+        may_repeat: function that returns whether the body of a loop may be repeated. The loop in which the update is
+            made now may not, because there would be several updates.
     """
 
     def __init__(
@@ -418,23 +462,27 @@ class _Replacement(ast.NodeTransformer):
         found: Mapping[str, ast.expr],
         several: Mapping[str, Sequence[ast.expr]],
         named: Callable[[ast.expr], ast.expr | None],
+        may_repeat: Callable[[ast.For], bool],
     ) -> None:
         self._found = found
         self._several = several
         self._named = named
+        self._may_repeat = may_repeat
 
     def visit_For(self, node: ast.For) -> ast.AST:
         """Repeat the body of a loop over objects of the script for each of them."""
         names = [each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)]
         repeated = next((name for name in names if name in self._several), "")
-        if not repeated:
+        if not repeated or not self._may_repeat(node):
             return self.generic_visit(node)
         node.iter = self.visit(node.iter)
-        body = []
-        for one in self._several[repeated]:
-            inner = _Replacement({**self._found, repeated: one}, self._several, self._named)
-            body += [inner.visit(statement) for statement in copy.deepcopy(node.body)]
-        node.body = body
+        objects = self._several[repeated]
+        bodies = [node.body, *(copy.deepcopy(node.body) for _ in objects[1:])]
+        node.body = []
+        for one, body in zip(objects, bodies, strict=True):
+            found = {**self._found, repeated: one}
+            inner = _Replacement(found, self._several, self._named, self._may_repeat)
+            node.body += [inner.visit(statement) for statement in body]
         node.orelse = [self.visit(statement) for statement in node.orelse]
         return node
 

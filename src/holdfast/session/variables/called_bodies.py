@@ -169,7 +169,7 @@ class _Bodies(ast.NodeTransformer):
         A model and its augmentations have more functions than ``BODIES_MAX``. They must not take the bodies of the
         calls that the loop itself makes after them.
         """
-        self.aliases.enter([self._loop])
+        self.aliases.enter_loop(self._loop)
         self.visit(self._loop)
         while self._open:
             call, statements, self._around = self._open.popleft()
@@ -282,7 +282,7 @@ class _Bodies(ast.NodeTransformer):
         names = CallerNames(source, node, callee, f"{LOCAL}{self._count}", self._place[0])
         statements = [names.visit(statement) for statement in source.body]
         bindings = list(names.bindings())
-        self.aliases.enter(statements, bindings)
+        self.aliases.enter_body(statements, bindings, is_running=is_of_update)
         names.replace_arguments(node)
         call = CallWithBody(node, bindings, updates=callee.updates)
         opened = _Open(call, statements, _Around(depth, (*active, code)))
