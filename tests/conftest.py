@@ -64,6 +64,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script_frames, "frames_outside", frames_of_test)
         patch.setattr(script_frames, "_scopes", scopes_of_test)
+        patch.setattr(script_frames, "_OUTSIDE", {})  # another test has other objects of the same names
         return (yield)
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from holdfast.exit_codes import Exit
-from holdfast.runtime.worker import script_frames
 from holdfast.session.variables.deciding_variables import deciding_variables
 from tests.session.launch import run_job, run_undisturbed_and_killed
 
 CLASSES = """
+from functools import partial
+
 from torch import nn
 
 
@@ -34,6 +35,42 @@ class Weight:
 
     def __call__(self, loss):
         return loss * self.next()
+
+
+class Base:
+    total = 0
+
+    def __init__(self):
+        self.steps = 0
+
+    def next(self):
+        self.steps += 1
+        return self.steps
+
+    @classmethod
+    def of_all(cls):
+        cls.total += 1
+        return cls.total
+
+    def of_type(self):
+        type(self).total += 1
+        return type(self).total
+
+
+class Child(Base):
+    def next(self):
+        return super().next()
+
+
+def counted():
+    n = 0
+
+    def count():
+        nonlocal n
+        n += 1
+        return n
+
+    return count
 
 
 class Plain:
@@ -55,6 +92,9 @@ class Holder:
     def __init__(self):
         self.weight, self.other, self.share, self.plain = Weight(), Weight(), 1, Plain()
         self.by_name = {"a": self.weight}
+        self.child, self.deep, self.lists = Child(), {"a": {"b": {"n": 0}}}, {"a": []}
+        self.bound = partial(Weight.next, Weight())
+        self.first, self.second = counted(), counted()
         self.two = {"a": self.weight, "b": self.other}
         self.many = [Weight() for _ in range(12)]
         self.both = [self.weight, self.other]
@@ -178,6 +218,16 @@ FOUND: dict[str, tuple[str, ...]] = {
     f"held = holder.many[-1]\nheld.count += 1\n(loss * held.count){STEP}": ("many:11.count",),
     f"held = holder.many[10:]\n(loss * len(held)){STEP}": (),
     f"held = holder.two.get('none')\n(loss * 2){STEP}": (),
+    # Methods of a base class and of a class, and a bound argument.
+    f"(loss * holder.child.next()){STEP}": ("holder.child.steps",),
+    f"child = holder.child\n(loss * child.next()){STEP}": ("holder.child.steps",),
+    f"(loss * holder.child.of_type()){STEP}": ("holder.child.__class__.total",),
+    f"(loss * holder.child.of_all()){STEP}": ("holder.child.__class__.total",),
+    f"(loss * holder.bound()){STEP}": ("next:self.count",),
+    f"(loss * holder.first() * holder.second()){STEP}": ("counted:n", "counted_:n"),
+    f"held = holder.deep['a']['b']\nheld['n'] += 1\n(loss * held['n']){STEP}": ('deep:a:b["n"]',),
+    f"holder.lists['a'].append(1)\n(loss * len(holder.lists['a'])){STEP}": ('holder.lists["a"]',),
+    f"held = holder.lists['a']\nheld.append(1)\n(loss * len(held)){STEP}": ("lists:a",),
     # What a step makes, or sets first, carries nothing; and a name keeps the object of before.
     f"w = holder.new()\nw.count += 1\n(loss * w.count){STEP}": (),
     f"w = holder.weight\nw.count = 0\nw.count += 1\n(loss * w.count){STEP}": (),
@@ -216,7 +266,6 @@ def found_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, around:
         code: the code of the step.
         around: the lines around the block of the step.
     """
-    monkeypatch.setattr(script_frames, "_OUTSIDE", {})
     block = "".join(f"            {line}\n" for line in code.splitlines())
     text = f"{CLASSES}{around}        with step:\n{block}"
     (file := tmp_path / "train.py").write_text(text)

@@ -112,22 +112,30 @@ def name_of_item(container: str, key: str, item: object) -> str:
 
     The name is ``CONTAINER:KEY``, with the last part of the name of the container.
     """
-    scope = container
-    while (name := f"{scope.rpartition('.')[2]}:{key}") in _OUTSIDE and _value_outside(name) is not item:
-        scope += "_"  # another container has the same name
-    return _outside(scope, key, {key: item})
+    return _outside(container, key, {key: item})
 
 
 def _outside(scope: str, name: str, home: CellType | Mapping[str, object]) -> str:
-    found = f"{scope.rpartition('.')[2]}:{name}"
+    scope = scope.rpartition(".")[2]
+    while (found := f"{scope}:{name}") in _OUTSIDE and not _is_same(_OUTSIDE[found], home, name):
+        scope += "_"  # another object has a function or container of this name
     _OUTSIDE[found] = home
     return found
+
+
+def _is_same(
+    home: CellType | Mapping[str, object], other: CellType | Mapping[str, object], name: str
+) -> bool:
+    """Return whether a variable is in the same place, or whether both places were made for the same object."""
+    if home is other or isinstance(home, CellType) or isinstance(other, CellType):
+        return home is other
+    return len(home) == len(other) == 1 and home.get(name) is other.get(name)
 
 
 def _value_outside(name: str) -> object:
     home = _OUTSIDE.get(name, {})
     if not isinstance(home, CellType):
-        return home.get(name.partition(":")[2], _MISSING)
+        return home.get(name.rpartition(":")[2], _MISSING)
     try:
         return home.cell_contents
     except ValueError:  # not assigned yet

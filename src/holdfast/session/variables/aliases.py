@@ -24,7 +24,7 @@ import ast
 import copy
 import re
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import isroutine
@@ -39,6 +39,7 @@ from holdfast.session.variables.called_functions import (
     LOCAL,
     Callee,
     CallerNames,
+    SuperMethod,
     called_by,
     callee_of,
     chain,
@@ -50,7 +51,8 @@ from holdfast.session.variables.called_functions import (
 
 ITEMS_MAX = 8
 _DEPTH_MAX = 6
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, type, ModuleType, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, ModuleType, type(None))
+_CONTAINERS = (dict, list, set, deque)
 _SEQUENCES = ("enumerate", "zip", "reversed", "list", "tuple", "sorted", "iter")
 _VIEWS = ("items", "values", "children")
 _CHANGE_ITEMS = ("append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "remove", "update")
@@ -134,6 +136,8 @@ class Aliases:
 
     def functions(self, called: ast.expr) -> list[ast.expr]:
         """Return the names of the functions and objects that a call of ``called`` may run."""
+        if isinstance(called, SuperMethod):
+            return [called]
         if chain(called) and _first(called) not in self._definitions and self._value(called) is not None:
             return [called]
         found = self._objects(called)
@@ -157,8 +161,11 @@ class Aliases:
         if len(found) != 1:
             return None
         (name,) = found.values()
+        value = self._value(name)
+        if isinstance(expression, ast.Subscript) and isinstance(value, _CONTAINERS):
+            return None  # its other uses are items as well
         same = chain(expression) and chain(self._canonical(name)) == chain(expression)
-        return None if same or isinstance(self._value(name), _PLAIN) else self._replacing(name)
+        return None if same or isinstance(value, _PLAIN) else self._replacing(name)
 
     def _object_of(self, name: str, names: _LocalNames) -> ast.expr | None:
         """Return the name of the one object that all assignments to ``name`` denote; None if there is no such one."""

@@ -47,6 +47,7 @@ from holdfast.session.variables.called_functions import (
     object_named,
     of_script,
     run_by,
+    super_method,
     tree_of,
     value_at,
 )
@@ -224,6 +225,8 @@ class _Bodies(ast.NodeTransformer):
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if (inherited := super_method(node, self._place)) is not None:
+            return inherited
         self.generic_visit(node)
         getter = getter_of(node, self._place)
         if getter is None or self._reads >= READS_MAX:

@@ -105,13 +105,13 @@ class Callee(NamedTuple):
         function: the function.
         owner: the expression for the ``self`` of a method; None if the function is not a method.
         updates: True if the function is the method ``step`` of an optimizer (an object with parameter groups).
-        given: number of arguments that ``functools.partial`` has already bound.
+        given: arguments that ``functools.partial`` has already bound.
     """
 
     function: FunctionType
     owner: ast.expr | None
     updates: bool
-    given: int
+    given: tuple[object, ...]
 
 
 def getter_of(node: ast.Attribute, place: tuple[str, int]) -> Callee | None:
@@ -127,7 +127,35 @@ def getter_of(node: ast.Attribute, place: tuple[str, int]) -> Callee | None:
         getter = static_of(type(holder), "__getattr__")
     else:
         getter = found.fget if isinstance(found, property) else None
-    return Callee(getter, node.value, updates=False, given=0) if isinstance(getter, FunctionType) else None
+    return Callee(getter, node.value, updates=False, given=()) if isinstance(getter, FunctionType) else None
+
+
+class SuperMethod(ast.expr):
+    """A node of a syntax tree: the method ``super().attr`` in a method of ``owner`` that the class ``of`` defines."""
+
+    _fields = ("owner",)
+    _field_types: ClassVar = {"owner": ast.expr}
+
+    def __init__(self, owner: ast.expr, attr: str, of: type) -> None:
+        super().__init__()
+        self.owner, self.attr, self.of = owner, attr, of
+
+
+def super_method(node: ast.Attribute, place: tuple[str, int]) -> SuperMethod | None:
+    """Return ``super().attr`` in the method at ``place``; None if ``node`` is another expression."""
+    match node.value:
+        case ast.Call(func=ast.Name(id="super"), args=[]):
+            of = value_at("__class__", place)
+            if isinstance(of, type):
+                return ast.copy_location(SuperMethod(ast.Name("self", ast.Load()), node.attr, of), node)
+    return None
+
+
+def _inherited(holder: object, of: type, attribute: str) -> object:
+    """Return the attribute that ``super()`` finds for ``holder`` in a method of the class ``of``; None if none."""
+    order = type(holder).__mro__
+    after = order[order.index(of) + 1 :] if of in order else ()
+    return next((vars(kind)[attribute] for kind in after if attribute in vars(kind)), None)
 
 
 class CalledValue(NamedTuple):
@@ -157,6 +185,9 @@ def called_by(expression: ast.expr, place: tuple[str, int]) -> CalledValue | Non
         case ast.Attribute(value=owner, attr=attribute) if chain(owner):
             holder = value_at(chain(owner), place)
             return CalledValue(expression, holder, static_of(holder, attribute))
+        case SuperMethod(owner=owner, attr=attribute, of=of) if chain(owner):
+            holder = value_at(chain(owner), place)
+            return CalledValue(expression, holder, _inherited(holder, of, attribute))
     return None
 
 
@@ -171,6 +202,13 @@ def callee_of(called: CalledValue, place: tuple[str, int]) -> Callee | None:
             owner = called.expression.value  # a method, and not a function in a module or in an attribute
         elif isinstance(value, staticmethod):
             value = value.__func__
+        elif isinstance(value, classmethod):
+            value, holder = value.__func__, called.expression.value
+            owner = (
+                holder if isinstance(called.holder, type) else ast.Attribute(holder, "__class__", ast.Load())
+            )
+    elif isinstance(called.expression, SuperMethod):
+        owner = called.expression.owner
     found = run_by(value, called.expression, place, owner)
     return None if found is None else found._replace(updates=updates)
 
@@ -185,10 +223,9 @@ def run_by(
         name: the expression for ``value``.
         owner: the expression for the ``self`` of ``value``, if it is known.
     """
-    given = 0
+    given: tuple[object, ...] = ()
     if isinstance(value, partial):
-        given = len(value.args)
-        value = value.func
+        given, value = value.args, value.func
     if isinstance(value, MethodType):
         owner = object_named(value.__self__, chain(name), place)
         value = value.__func__
@@ -342,11 +379,14 @@ class CallerNames(ast.NodeTransformer):
         self._function = function
         self._same_file = function.__code__.co_filename == file
         self._locals = {*arguments, *stored} - declared
-        self._given = dict(arguments_of(call, parameters[given:]))
+        self._given = dict(arguments_of(call, parameters[len(given) :]))
         self._same: dict[str, ast.expr] = {
             name: value for name, value in self._given.items() if chain(value) and name not in stored
         }
-        for name in arguments - self._given.keys() - stored - {self._self}:
+        for name, value in zip(parameters, given, strict=False):
+            if name not in stored and instance_of(value):
+                self._same[name] = ast.Name(name_of_self(function.__name__, value), ast.Load())
+        for name in arguments - self._given.keys() - self._same.keys() - stored - {self._self}:
             if kept := name_of_default(function, name):
                 self._same[name] = ast.Name(kept, ast.Load())
 
@@ -368,6 +408,16 @@ class CallerNames(ast.NodeTransformer):
         call.args = [named(value) for value in call.args]
         call.keywords = [ast.keyword(each.arg, named(each.value)) for each in call.keywords]
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        """Return the method of a base class for ``super().method``, and the attribute of a caller's name otherwise."""
+        match node.value:
+            case ast.Call(func=ast.Name(id="super"), args=[]) if self._owner is not None and (
+                of := _class_around(self._function)
+            ):
+                return ast.copy_location(SuperMethod(self._owner, node.attr, of), node)
+        self.generic_visit(node)
+        return node
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return the name or expression that the caller uses for ``node``."""
         if node.id == self._self and self._owner is not None:
@@ -385,6 +435,15 @@ class CallerNames(ast.NodeTransformer):
         if name in self._function.__code__.co_freevars:
             return self._same_file and _sees_callers(self._function)
         return self._same_file or hasattr(builtins, name)
+
+
+def _class_around(function: FunctionType) -> type | None:
+    """Return the class that defines a method with ``super()``; None if it is not known."""
+    names = function.__code__.co_freevars
+    if "__class__" not in names or function.__closure__ is None:
+        return None
+    found = function.__closure__[names.index("__class__")].cell_contents
+    return found if isinstance(found, type) else None
 
 
 def _returned(node: ast.AST) -> list[ast.expr]:

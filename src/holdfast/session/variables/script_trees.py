@@ -1,8 +1,8 @@
 """The syntax trees of the script, in which attributes have one form.
 
 Theory. ``setattr(o, "m", value)``, ``vars(o)["m"] = value`` and ``o.__dict__["m"] = value`` set the attribute ``o.m``,
-and ``getattr(o, "m")`` reads it. The search for variables knows attributes, so these forms are replaced by ``o.m``. A
-name that is no constant text stays as it is.
+and ``getattr(o, "m")`` reads it. ``type(o).m`` is ``o.__class__.m``. The search for variables knows attributes, so
+these forms are replaced by attributes. A name that is no constant text stays as it is.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ class _Attributes(ast.NodeTransformer):
                 func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name))], keywords=[]
             ):
                 return self.generic_visit(ast.copy_location(ast.Attribute(owner, name, ast.Load()), node))
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        match node.value:
+            case ast.Call(func=ast.Name(id="type"), args=[owner], keywords=[]):
+                node.value = ast.copy_location(ast.Attribute(owner, "__class__", ast.Load()), node.value)
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
