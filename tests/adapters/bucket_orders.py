@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
@@ -116,6 +117,31 @@ def load_used(line: Line, find: bool) -> dict[str, Any]:
     return {
         "equal": [a.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs if b.grad is not None]
     }
+
+
+def read_in_a_pass(line: Line) -> dict[str, Any]:
+    """Read the layouts in another thread while DDP calls its communication hook, in the middle of a backward pass."""
+    dist.init_process_group("gloo")
+    model = _wrapped(static_graph=True)
+    layouts = BucketLayouts([model], 2)
+    read: list[Any] = []
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        reader = threading.Thread(target=lambda: read.append(layouts.values()))
+        reader.start()
+        reader.join()
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    # DDP compares the annotations with these types, and not with their names.
+    kind = vars(dist)["GradBucket"]
+    hook.__annotations__ = {"bucket": kind, "return": torch.futures.Future[torch.Tensor]}
+    model.register_comm_hook(None, hook)
+    for _ in range(3):
+        model(torch.ones(4, 8)).sum().backward()
+        layouts.build()
+    return {"used": read[-1][0]["used"]}
 
 
 class _Branch(nn.Module):

@@ -43,6 +43,13 @@ def test_a_static_graph_takes_from_the_loaded_state_what_peers_use(worlds: World
         assert seen["equal"] == [True] * 4
 
 
+@pytest.mark.timeout(60)
+def test_the_layouts_are_read_while_a_backward_pass_runs(worlds: Worlds) -> None:
+    """Regression: the read waited for the reducer with the GIL, and the reducer for the GIL: a recovery stood still."""
+    for seen in worlds.values(bucket_orders.read_in_a_pass, 2):
+        assert seen == {"used": [2] * 8}
+
+
 @pytest.mark.parametrize(
     ("known", "agreed"),
     [

@@ -78,8 +78,12 @@ class BucketLayouts:
         self._world_size = world_size
         self._known: list[Buckets | None] = [None] * len(wrappers)
         self._loaded: list[Any] = []  # of the state that this process has loaded
-        for wrapper in filter(_counts_passes, wrappers):
-            lasting_results().add(private_api.used_parameters(wrapper))
+        # The reducer gives out its tensor under a lock that a backward pass holds for long. A thread that waits for it
+        # has the GIL, and the pass needs the GIL for its hooks. So the tensor is taken here, before any pass.
+        self._used = [private_api.used_parameters(each) if each.static_graph else None for each in wrappers]
+        for used in self._used:
+            if used is not None:
+                lasting_results().add(used)
         self._agreed = False
         self._rehearsals = 0
         self._settled = world_size == 1  # this loop over steps needs no further rehearsal
@@ -89,17 +93,18 @@ class BucketLayouts:
 
     def values(self) -> Plain:
         """Return the known layouts as a plain value, one entry for each DDP module."""
-        return [
-            None if layout is None else {"of": form_of(wrapper), "buckets": layout, **_used(wrapper)}
-            for wrapper, layout in zip(self._wrappers, self._known, strict=True)
-        ]
+        found: list[Plain] = []
+        for wrapper, layout, used in zip(self._wrappers, self._known, self._used, strict=True):
+            counted: dict[str, Plain] = {} if used is None else {"used": used.tolist()}
+            found.append(None if layout is None else {"of": form_of(wrapper), "buckets": layout, **counted})
+        return found
 
     def load(self, values: Any) -> None:
         """Keep the layouts of a loaded state, for :meth:`needs_rehearsal`; None if the state has no layouts."""
         self._loaded = values if isinstance(values, list) else []
-        for wrapper, kept in zip(self._wrappers, self._loaded, strict=False):
-            if _counts_passes(wrapper) and isinstance(kept, dict) and kept.get("of") == form_of(wrapper):
-                lasting_results().add(private_api.used_parameters(wrapper), kept.get("used", ()))
+        for wrapper, used, kept in zip(self._wrappers, self._used, self._loaded, strict=False):
+            if used is not None and isinstance(kept, dict) and kept.get("of") == form_of(wrapper):
+                lasting_results().add(used, kept.get("used", ()))
 
     # ------------------------------------------------------------------ rehearsals
 
@@ -111,7 +116,7 @@ class BucketLayouts:
     @property
     def static(self) -> bool:
         """True if DDP needs several passes to build the buckets of a module, and counts them (``static_graph``)."""
-        return any(map(_counts_passes, self._wrappers))
+        return any(used is not None for used in self._used)
 
     def begin_loop(self) -> None:
         """Forget the rehearsals of the last loop over steps, because the next one may train other modules."""
@@ -263,15 +268,6 @@ class BucketLayouts:
         """Return a digest of the layouts, and of which modules have them."""
         ready = [private_api.has_rebuilt_buckets(wrapper) for wrapper in self._wrappers]
         return _digest([self._known, ready])
-
-
-def _counts_passes(wrapper: DistributedDataParallel) -> bool:
-    return wrapper.static_graph
-
-
-def _used(wrapper: DistributedDataParallel) -> dict[str, Plain]:
-    """Return, for ``static_graph``, which parameters had a gradient in the first pass; otherwise an empty dict."""
-    return {"used": private_api.used_parameters(wrapper).tolist()} if _counts_passes(wrapper) else {}
 
 
 def form_of(wrapper: DistributedDataParallel) -> str:
