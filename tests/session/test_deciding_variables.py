@@ -397,6 +397,17 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "rows[0][1] += batch\nmodel(rows[0]).backward()\noptimizer.step()": ("rows",),
     "past['n'] = step.number\nmodel(batch, **past).backward()\noptimizer.step()": (),
     "past['n'] += 1\nmodel(batch, **past).backward()\noptimizer.step()": ('past["n"]',),
+    # Several updates in one block (PPO): each block makes the order of the parts again, before its inner loops.
+    "order = made(batch)\nfor turn in range(2):\n    shuffle(order)\n    model(order).backward()\n"
+    "    optimizer.step()": (),
+    "for turn in range(2):\n    shuffle(order)\n    model(order).backward()\n    optimizer.step()": (
+        "order",
+    ),
+    "for part in batch:\n    model(part).backward()\n    optimizer.step()\n    seen += 1\n    if seen > 9:\n"
+    "        break": ("seen",),
+    "w = 1\nwhile w < 9 + it:\n    (w * model(batch)).backward()\n    optimizer.step()\n    w += 1\nit += 1": (
+        "it",
+    ),
     "x = own.part\n(x.w * own.part.w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x.w = 2\nn += 1": (
         "n",
     ),
@@ -447,6 +458,34 @@ def test_a_method_that_counts_its_calls(tmp_path: Path) -> None:
     places = ((str(helper), 6), (str(script), 8))
     assert deciding_variables(places) == ("self.seen",)
     assert described(places) == "meter.py:6, from train.py:8"
+
+
+def test_a_function_that_makes_several_updates_of_a_block(tmp_path: Path) -> None:
+    """Its local variables end with its call, and an attribute that it writes first carries nothing."""
+    method = (
+        "global calls",
+        "order = made(batch)",
+        "self.parts = made(batch)",
+        "for turn in range(2):",
+        "    shuffle(order)",
+        "    shuffle(self.parts)",
+        "    self.seen += 1",
+        "    calls += 1",
+        "    model(order, self.parts, self.seen, calls).backward()",
+        "    optimizer.step()",
+    )
+    text = "class Agent:\n    def learn(self, batch):\n" + "".join(f"        {line}\n" for line in method)
+    (helper := tmp_path / "agent.py").write_text(text)
+    (script := tmp_path / "train.py").write_text(HEAD + "            call(agent.learn, batch)\n")
+    places = ((str(helper), 12), (str(script), 8))
+    assert set(deciding_variables(places, update=True)) == {"calls", "self.seen"}
+    (generator := tmp_path / "other.py").write_text(text + "            yield\n")
+    assert set(deciding_variables(((str(generator), 12), places[1]), update=True)) == {
+        "calls",
+        "order",
+        "self.parts",
+        "self.seen",
+    }
 
 
 def test_values_of_attributes_and_elements() -> None:
