@@ -334,6 +334,32 @@ def test_a_teacher_that_a_new_process_does_not_have_ends_the_run_by_name(
     assert f"StepError: {said}" in output and not ended, output
 
 
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
+def test_a_generator_of_a_game_that_begins_again_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """It draws only where a game ends. Regression: the next game of a replacement was another one, exit code 0."""
+    if fault == "stop":
+        run(tmp_path, "naive", "dealt", monkeypatch, code=Exit.REQUEUE, STOP="6")
+    kill = "1:9" if fault == "kill" else ""
+    output, ended = run(tmp_path, "naive", "dealt", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    said = (
+        r"StepError: blocks draw from random generators that have begun again: games\['lines'\]\[0\].numbers"
+    )
+    assert re.search(said, output) and not ended, output
+
+
+@pytest.mark.parametrize("form", ["kept", "replaced", pytest.param("shown", marks=pytest.mark.more)])
+def test_a_generator_that_the_script_keeps_or_does_not_train_with_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A kill before any game has ended, and two later ones."""
+    _, calm = run(tmp_path / "calm", "naive", "dealt", monkeypatch, FORM=form)
+    output, killed = run(tmp_path / "killed", "naive", "dealt", monkeypatch, FORM=form, KILL="0:1,1:6,0:9")
+    assert "3 faults, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+    assert ("have begun again: games['lines'][0].numbers" in output) == (form == "shown"), output
+
+
 @pytest.mark.parametrize("kill", ["1:2", pytest.param("0:7,1:7", marks=pytest.mark.more)])
 @pytest.mark.parametrize(
     ("place", "said"),

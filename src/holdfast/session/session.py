@@ -334,6 +334,7 @@ class Session(ScriptLoops):
         local = found.local if same else {}
         self._blocks.variables.stand_at(found.session, local)
         self._blocks.inputs.stand_at(local)
+        self._blocks.generators.stand_at(local)
 
     def _open(self) -> None:
         rank, saver = self._rank, self._saver
@@ -614,7 +615,7 @@ class Session(ScriptLoops):
 
     def _of_updates(self) -> dict[str, Any]:
         of_updates = self._blocks.variables.of_rank(ended=self._loops.ends_epoch)
-        return {**of_updates, **self._blocks.inputs.of_rank()}
+        return {**of_updates, **self._blocks.of_rank()}
 
     def before_ready(self, tally: Tally) -> bytes | None:
         """Before the commit, record the data position, publish a changed layout, and keep the state in memory if due.

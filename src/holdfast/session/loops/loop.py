@@ -394,7 +394,7 @@ class Loops:
         """
         drawn = {} if self._proof.record is None else {"drawn": self._proof.record}
         of_updates = {key: value for key, value in self.local.items() if key == OF_UPDATES}
-        return {**drawn, **of_updates, **blocks.inputs.of_rank(), **self.mine.entries(self.mine.attached())}
+        return {**drawn, **of_updates, **blocks.of_rank(), **self.mine.entries(self.mine.attached())}
 
     def finish(self) -> None:
         """When the script ends, record that it does not return to a loop that it has left early.
@@ -552,6 +552,7 @@ class Loops:
         step, opened = self._rank.step, self.place["loop"]
         again = opened == loop
         blocks.variables.enters_loop()
+        blocks.generators.enters_loop()
         self.loaded.opens_loop(step, again=again)
         blocks.inputs.enters_loop(step, again=again, follows=opened == loop - 1 and bool(self.walk.epoch))
         self._rank.moved(ScriptEvent.LOOP_OPENED)
