@@ -660,6 +660,27 @@ def test_a_variable_of_one_rank_that_a_new_process_does_not_have_ends_the_run_by
     assert re.search(f"StepError: the updates depend on {said}", output) and not ended, output
 
 
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
+def test_a_variable_that_code_before_a_block_begins_again_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Its value at the update is neither the first one nor the newest one. Regression: other weights, exit code 0."""
+    if fault == "stop":
+        run(tmp_path, "naive", "played", monkeypatch, code=Exit.REQUEUE, STOP="7")
+    kill = "1:8" if fault == "kill" else ""
+    output, ended = run(tmp_path, "naive", "played", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    said = "StepError: the updates depend on place = 'a tensor .*; at the step before: place = 'a tensor "
+    assert re.search(said, output) and not ended, output
+
+
+def test_a_variable_that_an_earlier_step_sets_is_missing_in_a_replacement_which_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, ended = run(tmp_path, "naive", "played", monkeypatch, code=Exit.FAILED, KILL="1:9")
+    assert "NameError: name 'seen' is not defined" in output and not ended, output
+    assert "this process has joined or resumed at step 9, and has not run the earlier steps" in output, output
+
+
 @pytest.mark.parametrize("place", ["tensor", pytest.param("objects", marks=pytest.mark.more)])
 def test_a_sum_that_only_the_first_block_makes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

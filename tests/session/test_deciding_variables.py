@@ -571,6 +571,31 @@ def test_a_container_that_is_empty_where_a_process_continues_has_begun_again(tmp
     assert not after.begun_again({"past": (place, (place,))})
 
 
+def test_a_variable_with_the_value_of_the_start_of_the_job_has_begun_again(tmp_path: Path) -> None:
+    """Code before the block has changed it, so it has neither its first value nor the newest one."""
+    text = HEAD + "            place = move(place)\n            optimizer.step()\n"
+    (file := tmp_path / "train.py").write_text(text)
+    names = {name: ((str(file), 8), ((str(file), 8),)) for name in ("place", "rate")}
+    before = VariableHistory()
+    before.starts({"place": 1.0, "rate": 5.0, "unused": 0})
+    for value in (1.5, 2.0, 2.5):
+        before.values = {"place": value, "rate": 4.0}
+        before.committed(ended=False)
+
+    def again(kept: list[object], *, start: float, puts_back: bool = False, partly: str = "") -> set[str]:
+        after = VariableHistory({partly})
+        after.stand_at(kept)
+        after.enters({"place": start, "rate": 5.0}, puts_back=puts_back)
+        after.values = {"place": 1.7, "rate": 4.0}
+        return set(after.begun_again(names))
+
+    assert again(before.kept(), start=1.0) == {"place"}
+    assert not again(before.kept(), start=2.5)
+    assert not again(before.kept(), start=1.0, puts_back=True)
+    assert not again(before.kept(), start=1.0, partly="place")
+    assert not again(before.kept()[:3], start=1.0), "the state of an earlier version"
+
+
 FILES: dict[str, tuple[str, ...]] = {
     "optimizer.step()\nif acc > best:\n    best = acc\n    torch.save(model, 'best.pt')": ("best",),
     "optimizer.step()\nbetter = acc > best\nbest = max(acc, best)\nif better:\n    shutil.copyfile(a, b)": (

@@ -551,7 +551,8 @@ class Loops:
         """
         step, opened = self._rank.step, self.place["loop"]
         again = opened == loop
-        blocks.variables.enters_loop()
+        starts = not again and step == 0 and loop == 0
+        blocks.variables.enters_loop(starts=starts, puts_back=self.mine.own is not None)
         blocks.generators.enters_loop()
         self.loaded.opens_loop(step, again=again)
         blocks.inputs.enters_loop(step, again=again, follows=opened == loop - 1 and bool(self.walk.epoch))

@@ -100,6 +100,11 @@ class EqualUpdates:
         # Of the newest vote, and of the step that was committed last.
         self._voted = self._last = _Updates(-1, {}, 0)
 
+    @property
+    def has_committed(self) -> bool:
+        """True if this process has committed a step."""
+        return self._last.step >= 0
+
     def opens(self) -> None:
         """Record that a block begins."""
         self._made = {}

@@ -56,6 +56,12 @@ _ALONE = (
 )
 
 
+_NOT_RUN = (
+    "holdfast: this process has joined or resumed at step %d, and has not run the earlier steps. If their code sets "
+    "this variable, set it in each block, or keep it: in session(state={...}), or in s.own if it is of one rank"
+)
+
+
 class StepAborted(Aborted):
     """The exception that leaves a block that is not committed: its vote was refused, or it was only a rehearsal."""
 
@@ -577,6 +583,8 @@ class StepRunner:
             return True
         if step.rehearsal and not isinstance(error, HoldfastError):
             error.add_note(_ALONE)
+        if isinstance(error, NameError) and step.number and not self._equal.has_committed:
+            error.add_note(_NOT_RUN % step.number)
         self._give_up(step, error)
         if (impure := self._prover.explains(step, error)) is not None:
             raise impure from error
