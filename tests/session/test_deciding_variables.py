@@ -17,6 +17,7 @@ from holdfast.session.variables.deciding_variables import (
     lasting_variables,
     placed_variables,
     renewed_containers,
+    set_by_each_step,
     stores,
 )
 from holdfast.session.variables.variable_history import VariableHistory
@@ -594,6 +595,22 @@ def test_a_variable_with_the_value_of_the_start_of_the_job_has_begun_again(tmp_p
     assert not again(before.kept(), start=1.0, puts_back=True)
     assert not again(before.kept(), start=1.0, partly="place")
     assert not again(before.kept()[:3], start=1.0), "the state of an earlier version"
+
+
+SET: dict[str, bool] = {
+    "ema.updates = step.number\noptimizer.step()\nema.updates += 1": True,
+    "optimizer.step()\nema.updates += 1": False,
+    "if step.number > 3:\n    ema.updates = step.number\noptimizer.step()\nema.updates += 1": False,
+    "optimizer.step()\nema.updates += 1\nema.updates = step.number": False,
+    "ema = made(model)\noptimizer.step()\nema.updates += 1": True,
+}
+
+
+@pytest.mark.parametrize("code", SET)
+def test_an_attribute_that_each_step_sets_before_using_it(tmp_path: Path, code: str) -> None:
+    text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
+    (file := tmp_path / "train.py").write_text(text)
+    assert ("ema.updates" in set_by_each_step(((str(file), 7),))) == SET[code]
 
 
 FILES: dict[str, tuple[str, ...]] = {

@@ -48,6 +48,7 @@ from holdfast.session.variables.data_flow import (
     targets,
     value_now,
     written,
+    written_first,
 )
 from holdfast.session.variables.update_sources import changed, dotted, sources
 
@@ -220,6 +221,16 @@ def renewed_containers(places: Places) -> frozenset[str]:
             if value is not None and names:
                 found |= names & carried(loop, [value]).keys()
     return frozenset(found)
+
+
+def set_by_each_step(places: Places) -> frozenset[str]:
+    """Return the variables and attributes that each step sets before reading them, in the loops at ``places``.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
+    loops = (outermost_loop(places[: depth + 1]) for depth in range(len(places)))
+    return frozenset(name for loop in loops for name in written_first(loop) if LOCAL not in name)
 
 
 def _holds_objects(value: object) -> bool:
