@@ -334,6 +334,15 @@ def test_a_teacher_that_a_new_process_does_not_have_ends_the_run_by_name(
     assert f"StepError: {said}" in output and not ended, output
 
 
+def test_a_rank_that_is_lost_ahead_of_the_loop_of_an_epoch_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has opened the loop. Regression: refused, because the loop before had another epoch."""
+    _, calm = run(tmp_path / "calm", "naive", "weighed", monkeypatch)
+    output, killed = run(tmp_path / "killed", "naive", "weighed", monkeypatch, KILL_AHEAD="1")
+    assert "1 fault, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+
+
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
 def test_a_generator_of_a_game_that_begins_again_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str

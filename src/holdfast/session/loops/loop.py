@@ -555,7 +555,7 @@ class Loops:
         blocks.variables.enters_loop(starts=starts, puts_back=self.mine.own is not None)
         blocks.generators.enters_loop()
         self.loaded.opens_loop(step, again=again)
-        blocks.inputs.enters_loop(step, again=again, follows=opened == loop - 1 and bool(self.walk.epoch))
+        blocks.inputs.enters_loop(step, loop, opened=opened, in_epoch=bool(self.walk.epoch))
         self._rank.moved(ScriptEvent.LOOP_OPENED)
         self.mine.put()
 
