@@ -343,6 +343,20 @@ def test_a_rank_that_is_lost_ahead_of_the_loop_of_an_epoch_is_replaced(
     assert "1 fault, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.more)])
+def test_code_after_a_block_that_a_loss_cuts_off_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The other rank waits in the broadcast. Regression: nothing said that the next inputs have another size."""
+    output, ended = run(tmp_path / "cut", "naive", "resized", monkeypatch, KILL=f"{rank}:5")
+    assert "1 fault, 0 steps lost" in output and len(ended) == 2, output
+    assert re.search(
+        r"code after the block of step 5 was cut off \(resized.py:33\) and is not run", output
+    ), output
+    output, _ = run(tmp_path / "whole", "naive", "resized", monkeypatch, KILL=f"{rank}:4")
+    assert "1 fault, 0 steps lost" in output and "cut off" not in output, output
+
+
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
 def test_a_generator_of_a_game_that_begins_again_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str

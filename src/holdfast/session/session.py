@@ -42,6 +42,7 @@ from holdfast.runtime.node.disabled import refuse_session
 from holdfast.runtime.worker import script_end
 from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
 from holdfast.runtime.worker.process_place import seat_here
+from holdfast.runtime.worker.script_frames import place_of_error
 from holdfast.runtime.worker.user_exception import show, tell, tell_exit
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.checkpoints.after_block import AfterBlock
@@ -648,6 +649,7 @@ class Session(ScriptLoops):
             "parts": self._parts,
             "place": dict(self._loops.place),
             "section": self._sections.unfinished,
+            "cut": self._sections.line,
             "lineage": self._saver.lineage.ancestors,
             **self._finite.values(),
             **self._blocks.variables.kept(),
@@ -702,6 +704,8 @@ class Session(ScriptLoops):
         """After an exception of the script, preserve the state of the last committed step if possible."""
         rank = self._rank
         self._loops.explain(error)
+        if self._loops.after_block:
+            self._sections.cut_after_block(place_of_error(error))
         rank.moved(ScriptEvent.STRAYED)
         state = rank.fail()
         broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)
