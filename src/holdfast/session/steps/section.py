@@ -94,8 +94,9 @@ class Sections:
         if self._missed and tell:
             log.warning(
                 "holdfast: the code after the block of step %d was cut off (%s) and is not run again: what the rest of "
-                "it sets is missing. Set values on which the training depends in the block, or before the next block "
-                "(`if ... and not step.again`), where a sum or a broadcast over the ranks is repeated after a fault",
+                "it logs or sets is missing. If the training depends on that, set it in the block, or before the next "
+                "block (`if ... and not step.again`), where a sum or a broadcast over the ranks is repeated after a "
+                "fault",
                 step,
                 self._missed,
             )

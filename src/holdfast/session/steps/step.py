@@ -58,7 +58,8 @@ _ALONE = (
 
 _NOT_RUN = (
     "holdfast: this process has joined or resumed at step %d, and has not run the earlier steps. If their code sets "
-    "this variable, set it in each block, or keep it: in session(state={...}), or in s.own if it is of one rank"
+    "this variable or attribute, set it in each block, or keep it: in session(state={...}), or in s.own if it is of "
+    "one rank"
 )
 
 
@@ -583,7 +584,7 @@ class StepRunner:
             return True
         if step.rehearsal and not isinstance(error, HoldfastError):
             error.add_note(_ALONE)
-        if isinstance(error, NameError) and step.number and not self._equal.has_committed:
+        if isinstance(error, NameError | AttributeError) and step.number and not self._equal.has_committed:
             error.add_note(_NOT_RUN % step.number)
         self._give_up(step, error)
         if (impure := self._prover.explains(step, error)) is not None:
