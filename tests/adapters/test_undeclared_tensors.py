@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +139,11 @@ def arrays(model: nn.Module) -> tuple[Variables, Update]:
     return {"kept": kept}, update
 
 
+def in_a_namespace(model: nn.Module) -> tuple[Variables, Update]:
+    average = AveragedModel(model)
+    return {"args": types.SimpleNamespace(ema=average)}, average.update_parameters
+
+
 def center(model: nn.Module) -> tuple[Variables, Update]:
     loss = Center()
     return {"loss": loss}, loss.move
@@ -149,6 +155,7 @@ FOUND = {
     "step.shadow['0.weight'] (and 3 tensors more)": written,
     "kept[0] (and 3 tensors more)": closed_over,
     "kept['0.weight'] (and 3 tensors more)": arrays,
+    "args.ema (AveragedModel)": in_a_namespace,
     "loss (Center)": center,
 }
 

@@ -334,6 +334,55 @@ def test_a_teacher_that_a_new_process_does_not_have_ends_the_run_by_name(
     assert f"StepError: {said}" in output and not ended, output
 
 
+def test_a_rank_that_is_lost_ahead_of_the_loop_of_an_epoch_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has opened the loop. Regression: refused, because the loop before had another epoch."""
+    _, calm = run(tmp_path / "calm", "naive", "weighed", monkeypatch)
+    output, killed = run(tmp_path / "killed", "naive", "weighed", monkeypatch, KILL_AHEAD="1")
+    assert "1 fault, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.more)])
+def test_code_after_a_block_that_a_loss_cuts_off_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The other rank waits in the broadcast. Regression: nothing said that the next inputs have another size."""
+    output, ended = run(tmp_path / "cut", "naive", "resized", monkeypatch, KILL=f"{rank}:5")
+    assert "1 fault, 0 steps lost" in output and len(ended) == 2, output
+    assert re.search(
+        r"code after the block of step 5 was cut off \(resized.py:33\) and is not run", output
+    ), output
+    output, _ = run(tmp_path / "whole", "naive", "resized", monkeypatch, KILL=f"{rank}:4")
+    assert "1 fault, 0 steps lost" in output and "cut off" not in output, output
+
+
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
+def test_a_generator_of_a_game_that_begins_again_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """It draws only where a game ends. Regression: the next game of a replacement was another one, exit code 0."""
+    if fault == "stop":
+        run(tmp_path, "naive", "dealt", monkeypatch, code=Exit.REQUEUE, STOP="6")
+    kill = "1:9" if fault == "kill" else ""
+    output, ended = run(tmp_path, "naive", "dealt", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    said = (
+        r"StepError: blocks draw from random generators that have begun again: games\['lines'\]\[0\].numbers"
+    )
+    assert re.search(said, output) and not ended, output
+
+
+@pytest.mark.parametrize("form", ["kept", "replaced", pytest.param("shown", marks=pytest.mark.more)])
+def test_a_generator_that_the_script_keeps_or_does_not_train_with_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A kill before any game has ended, and two later ones."""
+    _, calm = run(tmp_path / "calm", "naive", "dealt", monkeypatch, FORM=form)
+    output, killed = run(tmp_path / "killed", "naive", "dealt", monkeypatch, FORM=form, KILL="0:1,1:6,0:9")
+    assert "3 faults, 0 steps lost" in output and len(calm) == 2 and killed == calm, output
+    assert ("have begun again: games['lines'][0].numbers" in output) == (form == "shown"), output
+
+
 @pytest.mark.parametrize("kill", ["1:2", pytest.param("0:7,1:7", marks=pytest.mark.more)])
 @pytest.mark.parametrize(
     ("place", "said"),
@@ -632,6 +681,27 @@ def test_a_variable_of_one_rank_that_a_new_process_does_not_have_ends_the_run_by
     run(tmp_path / "stopped", "naive", name, monkeypatch, code=Exit.REQUEUE, STOP="5")
     output, ended = run(tmp_path / "stopped", "naive", name, monkeypatch, code=Exit.BAD_INPUT)
     assert re.search(f"StepError: the updates depend on {said}", output) and not ended, output
+
+
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
+def test_a_variable_that_code_before_a_block_begins_again_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Its value at the update is neither the first one nor the newest one. Regression: other weights, exit code 0."""
+    if fault == "stop":
+        run(tmp_path, "naive", "played", monkeypatch, code=Exit.REQUEUE, STOP="7")
+    kill = "1:8" if fault == "kill" else ""
+    output, ended = run(tmp_path, "naive", "played", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    said = "StepError: the updates depend on place = 'a tensor .*; at the step before: place = 'a tensor "
+    assert re.search(said, output) and not ended, output
+
+
+def test_a_variable_that_an_earlier_step_sets_is_missing_in_a_replacement_which_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, ended = run(tmp_path, "naive", "played", monkeypatch, code=Exit.FAILED, KILL="1:9")
+    assert "NameError: name 'seen' is not defined" in output and not ended, output
+    assert "this process has joined or resumed at step 9, and has not run the earlier steps" in output, output
 
 
 @pytest.mark.parametrize("place", ["tensor", pytest.param("objects", marks=pytest.mark.more)])

@@ -17,6 +17,7 @@ from holdfast.session.variables.deciding_variables import (
     lasting_variables,
     placed_variables,
     renewed_containers,
+    set_by_each_step,
     stores,
 )
 from holdfast.session.variables.variable_history import VariableHistory
@@ -397,6 +398,17 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "rows[0][1] += batch\nmodel(rows[0]).backward()\noptimizer.step()": ("rows",),
     "past['n'] = step.number\nmodel(batch, **past).backward()\noptimizer.step()": (),
     "past['n'] += 1\nmodel(batch, **past).backward()\noptimizer.step()": ('past["n"]',),
+    # Several updates in one block (PPO): each block makes the order of the parts again, before its inner loops.
+    "order = made(batch)\nfor turn in range(2):\n    shuffle(order)\n    model(order).backward()\n"
+    "    optimizer.step()": (),
+    "for turn in range(2):\n    shuffle(order)\n    model(order).backward()\n    optimizer.step()": (
+        "order",
+    ),
+    "for part in batch:\n    model(part).backward()\n    optimizer.step()\n    seen += 1\n    if seen > 9:\n"
+    "        break": ("seen",),
+    "w = 1\nwhile w < 9 + it:\n    (w * model(batch)).backward()\n    optimizer.step()\n    w += 1\nit += 1": (
+        "it",
+    ),
     "x = own.part\n(x.w * own.part.w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x.w = 2\nn += 1": (
         "n",
     ),
@@ -447,6 +459,34 @@ def test_a_method_that_counts_its_calls(tmp_path: Path) -> None:
     places = ((str(helper), 6), (str(script), 8))
     assert deciding_variables(places) == ("self.seen",)
     assert described(places) == "meter.py:6, from train.py:8"
+
+
+def test_a_function_that_makes_several_updates_of_a_block(tmp_path: Path) -> None:
+    """Its local variables end with its call, and an attribute that it writes first carries nothing."""
+    method = (
+        "global calls",
+        "order = made(batch)",
+        "self.parts = made(batch)",
+        "for turn in range(2):",
+        "    shuffle(order)",
+        "    shuffle(self.parts)",
+        "    self.seen += 1",
+        "    calls += 1",
+        "    model(order, self.parts, self.seen, calls).backward()",
+        "    optimizer.step()",
+    )
+    text = "class Agent:\n    def learn(self, batch):\n" + "".join(f"        {line}\n" for line in method)
+    (helper := tmp_path / "agent.py").write_text(text)
+    (script := tmp_path / "train.py").write_text(HEAD + "            call(agent.learn, batch)\n")
+    places = ((str(helper), 12), (str(script), 8))
+    assert set(deciding_variables(places, update=True)) == {"calls", "self.seen"}
+    (generator := tmp_path / "other.py").write_text(text + "            yield\n")
+    assert set(deciding_variables(((str(generator), 12), places[1]), update=True)) == {
+        "calls",
+        "order",
+        "self.parts",
+        "self.seen",
+    }
 
 
 def test_values_of_attributes_and_elements() -> None:
@@ -530,6 +570,47 @@ def test_a_container_that_is_empty_where_a_process_continues_has_begun_again(tmp
     assert after.begun_again({"past": (place, (place,))}) == {"past": "[0.7]"}
     after.enters({"past": repr([0.5] * 3)})
     assert not after.begun_again({"past": (place, (place,))})
+
+
+def test_a_variable_with_the_value_of_the_start_of_the_job_has_begun_again(tmp_path: Path) -> None:
+    """Code before the block has changed it, so it has neither its first value nor the newest one."""
+    text = HEAD + "            place = move(place)\n            optimizer.step()\n"
+    (file := tmp_path / "train.py").write_text(text)
+    names = {name: ((str(file), 8), ((str(file), 8),)) for name in ("place", "rate")}
+    before = VariableHistory()
+    before.starts({"place": 1.0, "rate": 5.0, "unused": 0})
+    for value in (1.5, 2.0, 2.5):
+        before.values = {"place": value, "rate": 4.0}
+        before.committed(ended=False)
+
+    def again(kept: list[object], *, start: float, puts_back: bool = False, partly: str = "") -> set[str]:
+        after = VariableHistory({partly})
+        after.stand_at(kept)
+        after.enters({"place": start, "rate": 5.0}, puts_back=puts_back)
+        after.values = {"place": 1.7, "rate": 4.0}
+        return set(after.begun_again(names))
+
+    assert again(before.kept(), start=1.0) == {"place"}
+    assert not again(before.kept(), start=2.5)
+    assert not again(before.kept(), start=1.0, puts_back=True)
+    assert not again(before.kept(), start=1.0, partly="place")
+    assert not again(before.kept()[:3], start=1.0), "the state of an earlier version"
+
+
+SET: dict[str, bool] = {
+    "ema.updates = step.number\noptimizer.step()\nema.updates += 1": True,
+    "optimizer.step()\nema.updates += 1": False,
+    "if step.number > 3:\n    ema.updates = step.number\noptimizer.step()\nema.updates += 1": False,
+    "optimizer.step()\nema.updates += 1\nema.updates = step.number": False,
+    "ema = made(model)\noptimizer.step()\nema.updates += 1": True,
+}
+
+
+@pytest.mark.parametrize("code", SET)
+def test_an_attribute_that_each_step_sets_before_using_it(tmp_path: Path, code: str) -> None:
+    text = HEAD + "".join(f"            {line}\n" for line in code.splitlines())
+    (file := tmp_path / "train.py").write_text(text)
+    assert ("ema.updates" in set_by_each_step(((str(file), 7),))) == SET[code]
 
 
 FILES: dict[str, tuple[str, ...]] = {

@@ -347,7 +347,7 @@ def passes(rank: Rank, step: int, seen: int, until: int, *, reset: bool = False)
     after it has read it.
     """
     kept: dict[str, Any] = {}
-    rank.checked.variables.enters_loop()
+    rank.checked.variables.enters_loop(starts=False, puts_back=False)
     while step < until:
         rank.checked.opens()
         if seen < 99:

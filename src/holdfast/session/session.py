@@ -42,6 +42,7 @@ from holdfast.runtime.node.disabled import refuse_session
 from holdfast.runtime.worker import script_end
 from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
 from holdfast.runtime.worker.process_place import seat_here
+from holdfast.runtime.worker.script_frames import place_of_error
 from holdfast.runtime.worker.user_exception import show, tell, tell_exit
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.checkpoints.after_block import AfterBlock
@@ -334,6 +335,7 @@ class Session(ScriptLoops):
         local = found.local if same else {}
         self._blocks.variables.stand_at(found.session, local)
         self._blocks.inputs.stand_at(local)
+        self._blocks.generators.stand_at(local)
 
     def _open(self) -> None:
         rank, saver = self._rank, self._saver
@@ -614,7 +616,7 @@ class Session(ScriptLoops):
 
     def _of_updates(self) -> dict[str, Any]:
         of_updates = self._blocks.variables.of_rank(ended=self._loops.ends_epoch)
-        return {**of_updates, **self._blocks.inputs.of_rank()}
+        return {**of_updates, **self._blocks.of_rank()}
 
     def before_ready(self, tally: Tally) -> bytes | None:
         """Before the commit, record the data position, publish a changed layout, and keep the state in memory if due.
@@ -647,6 +649,7 @@ class Session(ScriptLoops):
             "parts": self._parts,
             "place": dict(self._loops.place),
             "section": self._sections.unfinished,
+            "cut": self._sections.line,
             "lineage": self._saver.lineage.ancestors,
             **self._finite.values(),
             **self._blocks.variables.kept(),
@@ -701,6 +704,8 @@ class Session(ScriptLoops):
         """After an exception of the script, preserve the state of the last committed step if possible."""
         rank = self._rank
         self._loops.explain(error)
+        if self._loops.after_block:
+            self._sections.cut_after_block(place_of_error(error))
         rank.moved(ScriptEvent.STRAYED)
         state = rank.fail()
         broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)

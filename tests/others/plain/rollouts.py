@@ -68,8 +68,9 @@ for iteration in range(ITERATIONS):
         observations[t], actions[t] = seen, action
         after, reward = games.step(action.numpy())
         rewards[t], seen = torch.from_numpy(reward), torch.from_numpy(after)
-    order = np.random.permutation(STEPS * 4)
+    order = np.arange(STEPS * 4)
     for update in range(UPDATES):
+        np.random.shuffle(order)
         optimizer.zero_grad()
         loss_of(order[update::UPDATES]).backward()
         sum_gradients()

@@ -380,6 +380,21 @@ class Finder(Protocol):
 
 
 @runtime_checkable
+class FindsGenerators(Protocol):
+    """An adapter that can find the random generators of a script."""
+
+    def generators(self, variables: Mapping[str, object]) -> Mapping[str, object]:
+        """Return each random generator that the session neither has nor seeds, by its name in the script.
+
+        Args:
+            variables: the script's variables by name. Generators inside of their objects are also found.
+        """
+
+    def state_of_generator(self, generator: object) -> int:
+        """Return a digest of the present state of a generator that :meth:`generators` has returned."""
+
+
+@runtime_checkable
 class FindsUndeclaredState(Protocol):
     """An adapter that can find values that the script changes and has not given to the session."""
 

@@ -72,6 +72,7 @@ from holdfast.frameworks.torch.steps.gradient_check import TorchGradients
 from holdfast.frameworks.torch.steps.other_ranks_blocks import OtherRanksBlocks
 from holdfast.frameworks.torch.steps.output_hook import OutputHook
 from holdfast.frameworks.torch.steps.plain_torchscript import PlainTorchScript
+from holdfast.frameworks.torch.steps.script_generators import digest_of_generator, generators_in
 from holdfast.frameworks.torch.steps.stale_grads import Leftover
 from holdfast.frameworks.torch.steps.undeclared_tensors import UndeclaredTensors
 from holdfast.runtime.node import deferred_rank
@@ -741,6 +742,15 @@ class TorchAdapter:
     def changed(self) -> Sequence[str]:
         """Return the numbers in attributes of modules that differed between the last two suspected runs."""
         return self._suspicion.changed()
+
+    def generators(self, variables: Mapping[str, object]) -> Mapping[str, object]:
+        """Return each random generator that the session neither has nor seeds, by its name in the script."""
+        extras = self.state.extras
+        return generators_in(variables, {id(extras), *map(id, extras.values())})
+
+    def state_of_generator(self, generator: object) -> int:
+        """Return a digest of the present state of a generator of :meth:`generators`."""
+        return digest_of_generator(generator)
 
     def finder(self) -> UndeclaredTensors:
         """Return a new object that finds tensors of the script that change and are not part of the session."""

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import CellType, CodeType, FrameType, FunctionType, GeneratorType
@@ -30,6 +31,16 @@ def place_in_script() -> str:
 def place_of(frame: FrameType) -> str:
     """Return the file and line that a stack frame executes, as ``train.py:31``."""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def place_of_error(error: BaseException) -> str:
+    """Return the innermost file and line of the script in the traceback of ``error``, as ``train.py:31``.
+
+    The result is empty if there is none.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith((OURS, *LIBRARIES, "<"))]
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
 
 
 def frame_of_script() -> FrameType:

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, NamedTuple, cast
 
 from holdfast.core.protocol.status_page import Phase
-from holdfast.core.worker.position import ScriptEvent
+from holdfast.core.worker.position import ScriptEvent, ScriptPosition
 from holdfast.errors import HoldfastError, StateError, StepError, UsageError
 from holdfast.frameworks.common.adapter import Adapter, Feed
 from holdfast.frameworks.common.state_tree import Plain
@@ -173,9 +173,9 @@ class Loops:
         self._proof = Drawn(adapter, adapter.rank, verify=verify_data)
         self._drawn, self._part = -1, 0  # step of the drawn batches, and index of the next block
         self._given: Step | None = None  # the step that the script has at present
-        # The step at which the script has left its loop, and the variable of a generator that has ended the loop by a
-        # count of its turns.
-        self._left_behind: tuple[Step | None, str] = None, ""
+        # The step at which the script has left its loop, the variable of a generator that has ended the loop by a count
+        # of its turns, and whether an exception may have ended it.
+        self._left_behind: tuple[Step | None, str, bool] = None, "", False
         self._tried = -1  # the newest step that the script was given
         self._after: Plain = None  # ``Feed.local_state`` after the step that is voted on
         self._told = b""  # encoded rank-local values on the status page
@@ -394,7 +394,7 @@ class Loops:
         """
         drawn = {} if self._proof.record is None else {"drawn": self._proof.record}
         of_updates = {key: value for key, value in self.local.items() if key == OF_UPDATES}
-        return {**drawn, **of_updates, **blocks.inputs.of_rank(), **self.mine.entries(self.mine.attached())}
+        return {**drawn, **of_updates, **blocks.of_rank(), **self.mine.entries(self.mine.attached())}
 
     def finish(self) -> None:
         """When the script ends, record that it does not return to a loop that it has left early.
@@ -417,17 +417,19 @@ class Loops:
             turns: turns that the loop has taken in this process.
             after_block: the work after a block. If all ranks have agreed to leave the job, they do not meet here.
         """
-        self._left_behind = self._given, ""
+        raised = not leaves(caller)
+        self._left_behind = self._given, "", raised
         if self._given is not None and not self._given.entered:
             self._proof.forget()
         if after_block.exit_agreed:
             return
         if around is not None and has_ended(around, caller):
-            self._left_behind = self._given, around.has_counted(first, turns, self._rank.step - first)
+            counter = around.has_counted(first, turns, self._rank.step - first)
+            self._left_behind = self._given, counter, raised
         if self.walk.inside:
-            self._leave(certain=leaves(caller))
+            self._leave(certain=not raised)
         if not (self.walk.several or self._rank.script.by_framework):
-            after_block.ends.left(waits=leaves(caller))
+            after_block.ends.left(waits=not raised)
 
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
@@ -467,7 +469,7 @@ class Loops:
             StepError: the script has left a loop after an aborted block, so that the step would be missing; or a
                 generator of the script has ended the loop by a count of its turns.
         """
-        (step, counter), self._left_behind = self._left_behind, (None, "")
+        (step, counter, _), self._left_behind = self._left_behind, (None, "", False)
         if counter:
             raise StepError(
                 f"a generator around s.steps(...) has ended the loop at step {self._rank.step}, by {counter}: it "
@@ -494,6 +496,14 @@ class Loops:
         """
         if self._rank.script.unfinished:
             self.place["left"] = False
+
+    @property
+    def after_block(self) -> bool:
+        """True if the script is in the code after a committed block, or an exception has ended its loop there."""
+        given, (left, _, raised) = self._given, self._left_behind
+        if given is None or not given.committed:
+            return False
+        return self._rank.script.position is ScriptPosition.AFTER_BLOCK or (raised and left is given)
 
     def explain(self, error: Exception) -> None:
         """Add a note to an exception that the script has raised between two blocks, if the session may be its cause.
@@ -551,9 +561,11 @@ class Loops:
         """
         step, opened = self._rank.step, self.place["loop"]
         again = opened == loop
-        blocks.variables.enters_loop()
+        starts = not again and step == 0 and loop == 0
+        blocks.variables.enters_loop(starts=starts, puts_back=self.mine.own is not None)
+        blocks.generators.enters_loop()
         self.loaded.opens_loop(step, again=again)
-        blocks.inputs.enters_loop(step, again=again, follows=opened == loop - 1 and bool(self.walk.epoch))
+        blocks.inputs.enters_loop(step, loop, opened=opened, in_epoch=bool(self.walk.epoch))
         self._rank.moved(ScriptEvent.LOOP_OPENED)
         self.mine.put()
 

@@ -32,9 +32,10 @@ import msgspec
 
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import StepError
-from holdfast.frameworks.common.optional_abilities import DescribesUpdates
+from holdfast.frameworks.common.optional_abilities import DescribesUpdates, FindsGenerators
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.steps.update_differences import Updates, described, difference
+from holdfast.session.variables.hidden_generators import HiddenGenerators
 from holdfast.session.variables.input_values import InputValues
 from holdfast.session.variables.plain_values import identified
 from holdfast.session.variables.state_variables import HINT as HINT_OF_STATE
@@ -65,11 +66,13 @@ class EqualUpdates:
             agent.
         scaled: a gradient scaler may leave out an update on this rank alone.
         searches: look for variables on which the updates depend.
+        generators: the adapter, if it can find the generators of the script.
 
     Attributes:
         variables: the check of these variables.
         in_state: the check of those variables that are in ``state=``.
         inputs: the check of the variables that the code before a loop sets.
+        generators: the check of the random generators of the script.
     """
 
     def __init__(
@@ -80,9 +83,11 @@ class EqualUpdates:
         *,
         scaled: bool,
         searches: bool,
+        generators: FindsGenerators | None = None,
     ) -> None:
         self.variables = UpdateVariables(source, on=searches, warns=rank == 0)
         self.in_state = StateVariables(source)
+        self.generators = HiddenGenerators(generators if searches else None)
         self.inputs = InputValues(source if searches else None, self.variables, warns=rank == 0)
         self._rank = rank
         self._source = source
@@ -95,10 +100,16 @@ class EqualUpdates:
         # Of the newest vote, and of the step that was committed last.
         self._voted = self._last = _Updates(-1, {}, 0)
 
+    @property
+    def has_committed(self) -> bool:
+        """True if this process has committed a step."""
+        return self._last.step >= 0
+
     def opens(self) -> None:
         """Record that a block begins."""
         self._made = {}
         self.variables.opens()
+        self.generators.opens()
         self.in_state.opens()
 
     def joins(self) -> None:
@@ -118,6 +129,7 @@ class EqualUpdates:
         settings = {} if self._source is None else self._source.scheduled_settings(optimizer)
         self._made[f"{within}/{optimizer}" if within else optimizer] = settings
         self.variables.look(joins=self._replaces)
+        self.generators.look()
         self.in_state.look()
 
     def ballot(self, ballot: Ballot, *, alike: bool) -> Ballot:
@@ -186,6 +198,7 @@ class EqualUpdates:
         late = len(self._made) > len(voted.settings)
         self._last = voted._replace(settings=self._made, number=self._number()) if late else voted
         self.variables.committed(ended=ended)
+        self.generators.committed()
 
     def _number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the updates of the block.

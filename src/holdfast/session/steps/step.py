@@ -27,6 +27,7 @@ from holdfast.frameworks.common.optional_abilities import (
     AgreesOnSums,
     CommunicatesInUpdates,
     DescribesUpdates,
+    FindsGenerators,
     ProvesBlocks,
     RunsWithoutPeers,
     SeesGradients,
@@ -41,6 +42,7 @@ from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
 from holdfast.session.steps.voting import VoteCaster
+from holdfast.session.variables.hidden_generators import HiddenGenerators
 from holdfast.session.variables.input_values import InputValues
 from holdfast.session.variables.unassigned_variables import bind, exchange
 from holdfast.session.variables.update_variables import UpdateVariables
@@ -51,6 +53,13 @@ _ALONE = (
     "holdfast: this run of the block had no peers, as the first run of a process that joins or resumes: each "
     "collective returned the data of this rank. Check what a collective returns after the block, in `if "
     "step.committed:`"
+)
+
+
+_NOT_RUN = (
+    "holdfast: this process has joined or resumed at step %d, and has not run the earlier steps. If their code sets "
+    "this variable or attribute, set it in each block, or keep it: in session(state={...}), or in s.own if it is of "
+    "one rank"
 )
 
 
@@ -292,7 +301,12 @@ class StepRunner:
         self._went_back = False  # the open block has made a backward pass
         self._empty = EmptyBlocks()
         self._equal = EqualUpdates(
-            adapter.rank, self._able.describes, rank.client, scaled=adapter.scaled, searches=verify[0] > 0
+            adapter.rank,
+            self._able.describes,
+            rank.client,
+            scaled=adapter.scaled,
+            searches=verify[0] > 0,
+            generators=adapter if isinstance(adapter, FindsGenerators) else None,
         )
         self._prover = Prover(adapter, verify[0], adapter.world_size, self._equal.variables)
         self._left = LeftBlocks(adapter, on=verify[0] > 0)
@@ -305,9 +319,18 @@ class StepRunner:
         return self._equal.variables
 
     @property
+    def generators(self) -> HiddenGenerators:
+        """The check of the random generators of the script."""
+        return self._equal.generators
+
+    @property
     def inputs(self) -> InputValues:
         """The check of the variables that the code before a loop over steps sets."""
         return self._equal.inputs
+
+    def of_rank(self) -> dict[str, Any]:
+        """Return the rank-local values of the inputs of the open loop, and of the generators that have moved."""
+        return {**self.inputs.of_rank(), **self.generators.of_rank()}
 
     @property
     def current(self) -> Step | None:
@@ -561,6 +584,8 @@ class StepRunner:
             return True
         if step.rehearsal and not isinstance(error, HoldfastError):
             error.add_note(_ALONE)
+        if isinstance(error, NameError | AttributeError) and step.number and not self._equal.has_committed:
+            error.add_note(_NOT_RUN % step.number)
         self._give_up(step, error)
         if (impure := self._prover.explains(step, error)) is not None:
             raise impure from error

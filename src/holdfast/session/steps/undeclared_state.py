@@ -10,8 +10,8 @@ The first three looks are at the first steps, before a fault is likely. A learni
 nothing changes at these steps. Further threes begin 4, 16, 64, ... steps after the first look, so that their cost
 becomes negligible.
 
-A counter beside state of the session (``ema.updates`` beside ``ema.ema``) causes a warning, because the script may set
-it from the number of the step before each use.
+A counter beside state of the session (``ema.updates`` beside ``ema.ema``) causes a warning, unless the source shows
+that each step sets it before using it (``ema.updates = step.number``).
 
 A schedule of learning rates that is not part of the session is refused at the next step after it has moved. Its
 position is compared at each step, because most schedules move once in an epoch.
@@ -25,7 +25,11 @@ from collections.abc import Set
 from holdfast.errors import UsageError
 from holdfast.frameworks.common.optional_abilities import FindsUndeclaredState
 from holdfast.runtime.worker.script_frames import variables_of_script
-from holdfast.session.variables.deciding_variables import places_in_script, renewed_containers
+from holdfast.session.variables.deciding_variables import (
+    places_in_script,
+    renewed_containers,
+    set_by_each_step,
+)
 from holdfast.session.variables.look_schedule import LOOKS, number_of_look
 from holdfast.session.variables.search_defects import warns_of_defects
 
@@ -93,7 +97,7 @@ class UndeclaredState:
                 "rank has other rows), and begin without the checkpoints of this run, which lack it; verify_block=0 "
                 "leaves out this check",
             )
-        counters = sorted(set.union(*self._counted[1:]) - self._told)
+        counters = sorted(set.union(*self._counted[1:]) - self._told - _set_by_each_step())
         if counters:
             self._told.update(counters)
             log.warning(
@@ -113,6 +117,14 @@ class UndeclaredState:
                 ", ".join(names),
                 _EFFECT,
             )
+
+
+def _set_by_each_step() -> Set[str]:
+    """Return the variables that each step sets from other values before it uses them."""
+    found: Set[str] = frozenset()
+    with warns_of_defects("counters that each step sets are named"):
+        found = set_by_each_step(places_in_script())
+    return found
 
 
 def _renewed() -> Set[str]:

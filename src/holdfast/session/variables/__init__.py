@@ -9,5 +9,6 @@ Module ``update_variables`` reads the values in each step, and ``variable_histor
 job. Module ``set_once`` finds those that a block sets once from a collective. Module ``unassigned_variables`` has the
 placeholders for variables that a block did not assign. Module ``kept_attributes`` finds the attributes that objects in
 ``state=`` keep. Module ``state_variables`` reads the variables in ``state=``, which all ranks compare in each vote.
+Module ``hidden_generators`` finds random generators that begin again in a new process.
 The modules get plain values from ``plain_values``, and digests of large values from ``rare_digests``.
 """

@@ -98,6 +98,11 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     }
 
 
+def written_first(block: ast.AST) -> set[str]:
+    """Return the variables that each iteration of the loop ``block`` writes before reading them or their attributes."""
+    return _DataFlow(block).written_first(block)
+
+
 def inputs(block: ast.AST, wanted: Iterable[ast.AST]) -> list[str]:
     """Return the variables that ``block`` does not write, and on which the expressions ``wanted`` depend.
 
@@ -193,7 +198,7 @@ class _DataFlow:
         self._number: dict[int, int] = {}  # of each node, in the order of the source
         self._end: dict[int, int] = {}  # the number of the last node in each loop
         self._loops: dict[int, tuple[ast.AST, ...]] = {}  # around each node, the outermost first
-        self._first: dict[int, set[str]] = {}  # see _written_first
+        self._first: dict[int, set[str]] = {}  # see written_first
         # The parts of the block in which an assignment to a name reaches a wanted expression.
         self._parts: dict[str, set[tuple[float, float]]] = {}
         self.written = written([block])
@@ -213,7 +218,7 @@ class _DataFlow:
                 self._add(child, loops)
         self._end[id(node)] = len(self._number)
 
-    def _written_first(self, loop: ast.AST) -> set[str]:
+    def written_first(self, loop: ast.AST) -> set[str]:
         """Return the variables that each iteration of ``loop`` writes before reading them or their attributes."""
         if id(loop) not in self._first:
             uses = _first_uses(_items(loop), self.written)
@@ -243,7 +248,7 @@ class _DataFlow:
         """Return the numbers of the first and last node whose assignment to ``name`` may reach ``expression``."""
         loops = self._loops.get(id(expression), ())
         for depth, loop in reversed(list(enumerate(loops))):
-            if name in self._written_first(loop):
+            if name in self.written_first(loop):
                 carrying = loops[depth + 1] if depth + 1 < len(loops) else expression
                 return self._number[id(loop)], self._end[id(carrying)]
         return 0, math.inf

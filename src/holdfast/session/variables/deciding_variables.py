@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from types import EllipsisType
 from typing import NamedTuple
@@ -48,6 +48,7 @@ from holdfast.session.variables.data_flow import (
     targets,
     value_now,
     written,
+    written_first,
 )
 from holdfast.session.variables.update_sources import changed, dotted, sources
 
@@ -125,7 +126,8 @@ def placed_variables(
     """
     found: dict[tuple[str, tuple[str, int]], bool] = {}
     for depth, place in reversed(list(enumerate(places))):
-        for name, partly in _of_place(place, places[:depth], update, state):
+        in_block = any(map(_has_loop_over_steps, places[depth + 1 :]))
+        for name, partly in _of_place(place, places[:depth], update, state, in_block=in_block):
             if LOCAL not in name:
                 found[name, place] = partly and found.get((name, place), True)
         for at in _summed(places[: depth + 1], state) if update else ():
@@ -219,6 +221,16 @@ def renewed_containers(places: Places) -> frozenset[str]:
             if value is not None and names:
                 found |= names & carried(loop, [value]).keys()
     return frozenset(found)
+
+
+def set_by_each_step(places: Places) -> frozenset[str]:
+    """Return the variables and attributes that each step sets before reading them, in the loops at ``places``.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
+    loops = (outermost_loop(places[: depth + 1]) for depth in range(len(places)))
+    return frozenset(name for loop in loops for name in written_first(loop) if LOCAL not in name)
 
 
 def _holds_objects(value: object) -> bool:
@@ -354,23 +366,61 @@ def _is_position(test: ast.expr) -> bool:
 
 
 def _of_place(
-    place: tuple[str, int], inside_it: Places, update: bool, state: frozenset[str]
+    place: tuple[str, int], inside_it: Places, update: bool, state: frozenset[str], *, in_block: bool
 ) -> Iterator[tuple[str, bool]]:
+    """Yield the variables that the code at one place carries and that decide about it, each with its ``partly``.
+
+    Args:
+        place, inside_it, update, state: as in :func:`placed_variables`. ``inside_it``: the places further inside.
+        in_block: the block of a step calls the function at ``place``.
+    """
     file, line = place
     scope, *inner = _inside_scope(file, line)
     loops = loops_around(file, line)
     inside = inner[inner.index(loops[0]) :] if loops and update else []
     blocks = _blocks(inside)
     tests = [node for node in inner if isinstance(node, ast.If)]
-    full = with_bodies(place, [*loops, *blocks, *tests], inside_it) if loops else [scope, *tests]
-    for loop, body in zip(loops or [scope], full, strict=False):
+    ends = update and in_block and bool(loops) and _ends_with_call(scope)
+    nodes = [*([scope] if ends else []), *loops, *blocks, *tests]
+    full = with_bodies(place, nodes, inside_it) if loops else [scope, *tests]
+    # A block runs as a whole, so its inner loops carry nothing to another step.
+    carriers = (
+        full[:1] if ends or not loops else full[: _number_to_steps(scope, loops) if update else len(loops)]
+    )
+    inner_loops = [node for node in full[len(carriers) :] if isinstance(node, Loop)]
+    leaving = [test for node in inner_loops for test in _leaving(node)] if update else []
+    for loop, body in zip([scope] if ends else loops or [scope], carriers, strict=False):
         conditions = [node.test for node in full if isinstance(node, ast.If | ast.While)]
-        conditions += [*_skips(loop, line), *(_leaving(body) if update and loops else [])]
+        conditions += [
+            *_skips(loop, line),
+            *leaving,
+            *(_leaving(body) if update and loops and not ends else []),
+        ]
         names = carried(body, [*conditions, *(sources(body, state) if update else [])])
-        # Local variables of a function without a loop do not outlive its call.
-        yield from ((name, partly) for name, partly in names.items() if loops or owners_of(name))
-    for block in full[len(loops) : len(loops) + len(blocks)] if loops else []:
+        # Local variables of a function without a loop over steps do not outlive its call.
+        lasting = names if loops and not ends else _outside_names(scope)
+        yield from ((name, partly) for name, partly in names.items() if name in lasting or owners_of(name))
+    for block in full[len(full) - len(tests) - len(blocks) : len(full) - len(tests)] if loops else []:
         yield from ((name, False) for name in _drawn(block))
+
+
+def _number_to_steps(scope: ast.AST, loops: Sequence[ast.AST]) -> int:
+    """Return the number of loops up to the innermost loop over steps; of all loops if there is no loop over steps."""
+    over_steps = _loops_over_steps(scope)
+    found = (depth for depth, loop in enumerate(loops, 1) if any(loop is each for each in over_steps))
+    return max(found, default=len(loops))
+
+
+def _ends_with_call(scope: ast.AST) -> bool:
+    """Return whether ``scope`` is a function that yields no values, so its local variables end with its call."""
+    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(scope))
+    return not isinstance(scope, ast.Module) and not yields
+
+
+def _outside_names(scope: ast.AST) -> set[str]:
+    """Return the variables that a function takes from outside by ``global`` or ``nonlocal``."""
+    declared = (node for node in ast.walk(scope) if isinstance(node, ast.Global | ast.Nonlocal))
+    return {name for node in declared for name in node.names}
 
 
 def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[str, int]]]:
@@ -419,8 +469,16 @@ def _loops_over_steps(tree: ast.AST) -> list[ast.For]:
     return [loop for loop in loops if _has_steps(loop.iter) or not bars.isdisjoint(names_in([loop.iter]))]
 
 
+@cache
+def _has_loop_over_steps(place: tuple[str, int]) -> bool:
+    """Return whether the code at ``place`` is in a loop over steps of its function."""
+    over_steps = _loops_over_steps(scope_of(*place))
+    return any(loop is each for loop in loops_around(*place) for each in over_steps)
+
+
 def _has_steps(value: ast.AST) -> bool:
-    return any(isinstance(each, ast.Attribute) and each.attr == "steps" for each in ast.walk(value))
+    calls = (each.func for each in ast.walk(value) if isinstance(each, ast.Call))
+    return any(isinstance(each, ast.Attribute) and each.attr == "steps" for each in calls)
 
 
 def _drawn(block: ast.AST) -> Iterator[str]:

@@ -35,6 +35,8 @@ KEY = "loop_inputs"
 """Key of the rank-local values for the digests of the inputs, by name."""
 SETTINGS_KEY = "loop_settings"
 """Key of the rank-local values for the numbers among the settings, by name."""
+LOOP_KEY = "loop_of_inputs"
+"""Key of the rank-local values for the number of the loop to which the digests belong."""
 SETTINGS_MAX = 100
 
 
@@ -54,6 +56,7 @@ class InputValues:
         self._variables = variables
         self._searched: dict[tuple[str, int], tuple[LoopInput, ...]] = {}  # by the line of the loop
         self._digests: dict[str, int] = {}  # of the open loop
+        self._loop: int | None = None  # its number; None if it is not known
         self._outside: set[str] = set()  # the names in it that no epoch sets
         self._settings: dict[str, bool | int | float] = {}
         self._continues = False  # no loop has begun since the state was loaded
@@ -61,7 +64,7 @@ class InputValues:
     def stand_at(self, local: Mapping[str, Any]) -> None:
         """Take over the digests from the rank-local values of the loaded state."""
         self._digests, self._settings = dict(local.get(KEY, {})), dict(local.get(SETTINGS_KEY, {}))
-        self._continues = True
+        self._loop, self._continues = local.get(LOOP_KEY), True
 
     def of_rank(self) -> dict[str, Any]:
         """Return the rank-local values for the open loop: digests of its inputs, and settings.
@@ -69,20 +72,26 @@ class InputValues:
         The result is empty if there are none.
         """
         values: dict[str, dict[str, Any]] = {KEY: self._digests, SETTINGS_KEY: self._settings}
-        return {key: found for key, found in values.items() if found}
+        found = {key: found for key, found in values.items() if found}
+        return {**found, LOOP_KEY: self._loop} if found else {}
 
-    def enters_loop(self, step: int, *, again: bool, follows: bool) -> None:
+    def enters_loop(self, step: int, loop: int, *, opened: int, in_epoch: bool) -> None:
         """Take digests of the inputs of the loop that the script begins now.
 
         Args:
             step: the present step.
-            again: the job has opened this loop before.
-            follows: the job has opened the loop of the previous epoch.
+            loop: number of the loop.
+            opened: number of the newest loop that the job has opened. The earlier process of this rank may have been
+                lost ahead of this loop, after another rank has opened it.
+            in_epoch: the loop belongs to an epoch after the first one.
 
         Raises:
             StepError: an input has another value than in the earlier process.
         """
         before, settings = self._digests, self._settings
+        newest = opened if self._loop is None else self._loop
+        again, follows = newest == loop, newest == loop - 1 and in_epoch
+        self._loop = loop
         self._read()
         continues, self._continues = self._continues, False
         if not continues or not (again or follows):

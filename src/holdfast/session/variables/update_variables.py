@@ -33,7 +33,8 @@ import numpy as np
 
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import owners_of, runs_at, values_of
+from holdfast.runtime.worker.script_attributes import instance_of
+from holdfast.runtime.worker.script_frames import owners_of, runs_at, values_of, variables_of_script
 from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
@@ -69,6 +70,7 @@ KEY = "update_variables"
 
 OBJECT = "an object"
 """The text for a value that is no plain one, of a variable that has had a plain one (None)."""
+_READ_AT_START = ("builtins", "collections", "numpy", "torch", "torch.utils.data.dataloader")
 ITEMS_MAX = 4
 """Number of items of a container that are looked at, to tell whether it is state of the session."""
 HINT_OF_RANK = (
@@ -120,8 +122,8 @@ class UpdateVariables:
         self._told: set[str] = set()
         self._left_out: list[object] = []  # objects whose attributes the session keeps for each rank
         self._rare = RareDigests(source)
-        self._history = VariableHistory()  # of the variables that the ranks compare
-        self._of_rank = VariableHistory()  # of all variables
+        self._history = VariableHistory(self._partly)  # of the variables that the ranks compare
+        self._of_rank = VariableHistory(self._partly)  # of all variables
         self.set_once: dict[str, bool] = {}
         self.mixed = False
         self.met = False
@@ -214,12 +216,36 @@ class UpdateVariables:
         if self._of_rank.continues:
             self._of_rank.passes_end(self._read(values_of(self._of_rank.newest), fresh=True))
 
-    def enters_loop(self) -> None:
-        """Read the values of the variables when this process enters the loop in which it continues the job."""
+    def enters_loop(self, *, starts: bool, puts_back: bool) -> None:
+        """Read the values of the variables when this process enters the loop in which it continues the job.
+
+        Args:
+            starts: this process enters the first loop of the job. It reads all plain values, because the variables are
+                not known yet.
+            puts_back: the script may put values back in its first block, from ``Session.own``.
+        """
+        if starts and self._on:
+            with warns_of_defects("a variable that code before a block changes may begin again unnoticed"):
+                every = self._every()
+                self._history.starts(every)
+                self._of_rank.starts(every)
         if self._history.continues:
-            self._history.enters(plain_values(values_of(self._history.newest), self._source))
+            values = plain_values(values_of(self._history.newest), self._source)
+            self._history.enters(values, puts_back=puts_back)
         if self._of_rank.continues:
-            self._of_rank.enters(self._read(values_of(self._of_rank.newest), fresh=True))
+            of_rank = self._read(values_of(self._of_rank.newest), fresh=True)
+            self._of_rank.enters(of_rank, puts_back=puts_back)
+
+    def _every(self) -> dict[str, PlainValue]:
+        """Return the plain values of all variables of the script, and of the attributes of ``self``.
+
+        Only types of Python, NumPy and torch are read, so that no code of other classes runs.
+        """
+        variables = variables_of_script()
+        own = instance_of(variables.get("self"))
+        every = {**variables, **{f"self.{name}": value for name, value in own.items()}}
+        known = {name: value for name, value in every.items() if type(value).__module__ in _READ_AT_START}
+        return plain_values(known, self._source)
 
     def look(self, *, joins: bool) -> None:
         """Read and compare the values of the variables at the first update of a block.

@@ -16,6 +16,12 @@ A block may also add to a container before its update: a list of norms, the sums
 the continuing process it then has one item, and not its first value. Such a container has begun again if it was empty
 where the process has entered the loop, and the source only fills it. This does not apply to arrays, because a rollout
 may write all items of an array.
+
+Code before a block may also change a variable (the moves of a game). At the first update of the continuing process the
+variable then has neither its first value nor the newest one. So the values where the job has entered its first loop are
+kept as well. A variable has begun again if the process enters its loop with that value, and the job had another one.
+This does not apply to a variable that had one value in all updates, nor to a script that uses ``Session.own``, because
+its block may put back any variable.
 """
 
 from __future__ import annotations
@@ -61,37 +67,47 @@ class _Record(NamedTuple):
         ended: an epoch ended with the newest step.
         passed: values that variables had when the script took the step after the newest one. Only variables that
             changed there for the first time are included.
+        start: values with which the job has entered its first loop.
     """
 
     first: Mapping[str, PlainValue] = {}
     newest: Mapping[str, PlainValue] = {}
     ended: bool = False
     passed: Mapping[str, PlainValue] = {}
+    start: Mapping[str, PlainValue] = {}
 
     def of(self, names: Container[str]) -> _Record:
         """Return the part of this record that is about the variables ``names``."""
-        first, newest, passed = (
+        first, newest, passed, start = (
             {name: value for name, value in values.items() if name in names}
-            for values in (self.first, self.newest, self.passed)
+            for values in (self.first, self.newest, self.passed, self.start)
         )
-        return _Record(first, newest, self.ended, passed)
+        return _Record(first, newest, self.ended, passed, start)
 
 
 class VariableHistory:
     """The history of some variables of one job.
+
+    Args:
+        partly: variables that some steps write first (``PlacedVariable.partly``). The owner may add more.
 
     Attributes:
         values: the values at the first update of the open block; empty if the block has made no update.
         continues: True if this process has loaded the history, and has not committed a step since then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, partly: Set[str] = frozenset()) -> None:
         self.values: Mapping[str, PlainValue] = {}
         self.continues = False
         self._record = _Record()
         # Values where this process enters the loop of the loaded state, and at the end of that loop.
         self._at_begin: Mapping[str, PlainValue] = {}
         self._at_end: Mapping[str, PlainValue] = {}
+        self._start: Mapping[
+            str, PlainValue
+        ] = {}  # values of all variables where the job enters its first loop
+        self._puts_back = False
+        self._partly = partly
 
     @property
     def newest(self) -> Mapping[str, PlainValue]:
@@ -101,7 +117,11 @@ class VariableHistory:
     def stand_at(self, kept: object) -> None:
         """Take over the history in ``kept``, a result of :meth:`kept`. Any other value of ``kept`` is ignored."""
         fields = len(_Record._fields)
-        if isinstance(kept, list) and len(kept) in (fields - 1, fields):  # earlier versions had no last entry
+        if isinstance(kept, list) and len(kept) in (
+            fields - 2,
+            fields - 1,
+            fields,
+        ):  # earlier versions had fewer
             self._record, self.continues = _Record(*kept), True
 
     def passes_end(self, values: Mapping[str, PlainValue]) -> None:
@@ -111,9 +131,21 @@ class VariableHistory:
         """
         self._at_end = values
 
-    def enters(self, values: Mapping[str, PlainValue]) -> None:
-        """Keep ``values``, the values with which this process enters the loop of the loaded state."""
-        self._at_begin = values
+    def enters(self, values: Mapping[str, PlainValue], *, puts_back: bool = False) -> None:
+        """Keep ``values``, the values with which this process enters the loop of the loaded state.
+
+        Args:
+            values: the values by name.
+            puts_back: the script may put other values into the variables in its first block.
+        """
+        self._at_begin, self._puts_back = values, puts_back
+
+    def starts(self, values: Mapping[str, PlainValue]) -> None:
+        """Keep ``values``, with which this process enters the first loop of the job.
+
+        The names of the variables are not known yet, so these are the values of all variables of the script.
+        """
+        self._start = values
 
     @property
     def first(self) -> Set[str]:
@@ -162,10 +194,19 @@ class VariableHistory:
         may_begin = self._record.ended and name not in lasting_variables(places)
         if self._was_emptied(name, places):
             return True
+        if self._starts_again(name) and not may_begin:
+            return True
         again = self._record.first.get(name) == value or (isinstance(value, str) and value.endswith(ZEROS))
         if value == before == self._at_begin.get(name):
             before = self.before(name)
         return again and value != before and not may_begin
+
+    def _starts_again(self, name: str) -> bool:
+        """Return whether this process has entered its loop with the value with which the job has entered its first."""
+        start = self._record.start.get(name)
+        if start is None or self._puts_back or name in self.unchanged or name in self._partly:
+            return False
+        return self._at_begin.get(name) == start != self.newest.get(name, start)
 
     def _was_emptied(self, name: str, places: Places) -> bool:
         """Return whether a container that the loop only fills was empty where this process has entered the loop."""
@@ -228,4 +269,7 @@ class VariableHistory:
     def _next(self, *, ended: bool) -> _Record:
         if not self.values:
             return self._record._replace(ended=self._record.ended or ended)
-        return _Record({**self.values, **self._record.first}, self.values, ended)
+        first, start = self._record.first, self._record.start
+        if not first:
+            start = {name: value for name, value in self._start.items() if name in self.values}
+        return _Record({**self.values, **first}, self.values, ended, start=start)

@@ -73,24 +73,36 @@ def places_in(
         trained: ids of the trained models and their optimizers. An object that holds one of them is not a wrapper of
             state but the script's loop, and its numbers do not count.
     """
-    seen: set[int] = set(known)
     wraps: dict[int, bool] = {}  # by id of the object with the attribute
+    for place in values_in(variables, known):
+        if _is(place.value, *_ARRAYS):
+            yield place
+        elif type(place.value) is int:
+            holder = id(place.container)
+            if holder not in wraps:
+                wraps[holder] = _wraps(place.container, known, trained)
+            if wraps[holder]:
+                yield place
+
+
+def values_in(variables: Mapping[str, object], known: Collection[int]) -> Iterator[Place]:
+    """Yield each variable, attribute, entry and closure cell of the script (see the module).
+
+    Args:
+        variables: the script's variables by name.
+        known: ids of objects that are not searched.
+    """
+    seen: set[int] = set(known)
     roots = (Place(name, (), None, name, value) for name, value in variables.items())
     ahead: deque[Iterator[Place]] = deque([roots])
     for _ in range(VALUES_MAX):
         if not ahead:
             return
         for place in ahead.popleft():
-            if _is(place.value, *_ARRAYS):
-                yield place
-            elif type(place.value) is int:
-                holder = id(place.container)
-                if holder not in wraps:
-                    wraps[holder] = _wraps(place.container, known, trained)
-                if wraps[holder]:
-                    yield place
-            elif not _is_end(place.value) and id(place.value) not in seen:
-                seen.add(id(place.value))
+            yield place
+            value = place.value
+            if not _is(value, *_ARRAYS) and not _is_end(value) and id(value) not in seen:
+                seen.add(id(value))
                 ahead.append(_children(place))
 
 
@@ -184,7 +196,8 @@ def _attributes(value: object) -> Mapping[str, object]:
     slots: dict[str, object] = {}
     for each in type(value).__mro__:
         found = vars(each)
-        if isinstance(descriptor := found.get("__dict__"), types.GetSetDescriptorType):
+        descriptor = found.get("__dict__")  # of a SimpleNamespace it is a member
+        if isinstance(descriptor, types.GetSetDescriptorType | types.MemberDescriptorType):
             own = descriptor.__get__(value)
         for name in _names(found.get("__slots__")):
             if isinstance(slot := found.get(name), types.MemberDescriptorType):
