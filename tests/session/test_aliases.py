@@ -207,6 +207,10 @@ FOUND: dict[str, tuple[str, ...]] = {
         "other.count",
     ),
     f"for each in holder.both:\n    each.count += 1\nloss{STEP}": (),
+    f"for each in holder.both:\n    each.count += 1\n(loss * sum(w.count for w in holder.both)){STEP}": (
+        "both:0.count",
+        "other.count",
+    ),
     f"n = 0\nfor key, each in holder.two.items():\n    each.count += 1\n    n += each.count\n(loss * n){STEP}": (
         "two:a.count",
         "other.count",

@@ -493,6 +493,32 @@ class _Replacement(ast.NodeTransformer):
         node.orelse = [self.visit(statement) for statement in node.orelse]
         return node
 
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        """Repeat the element of a comprehension over objects of the script for each of them."""
+        return self._with_elements(node)
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+        """Repeat the element of a comprehension over objects of the script for each of them."""
+        return self._with_elements(node)
+
+    def _with_elements(self, node: ast.GeneratorExp | ast.ListComp) -> ast.AST:
+        names = [
+            each.id
+            for part in node.generators
+            for each in ast.walk(part.target)
+            if isinstance(each, ast.Name)
+        ]
+        repeated = next((name for name in names if name in self._several), "")
+        if not repeated:
+            return self.generic_visit(node)
+        elements = []
+        for one in self._several[repeated]:
+            inner = _Replacement({**self._found, repeated: one}, self._several, self._named, self._may_repeat)
+            elements.append(inner.visit(copy.deepcopy(node.elt)))
+        node.elt = ast.copy_location(ast.Tuple(elements, ast.Load()), node.elt)
+        node.generators = [self.visit(each) for each in node.generators]
+        return node
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """Replace the owner of an attribute if it has another name, or is an item or the result of a call."""
         self.generic_visit(node)

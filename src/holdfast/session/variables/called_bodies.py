@@ -250,8 +250,10 @@ class _Bodies(ast.NodeTransformer):
             if (inlined := self._inlined(one, one)) is not one:
                 self._others += 1
                 found.append(inlined)
-        if len(found) < 2:
+        if len(functions) < 2 or not found:
             return found[0] if found else node
+        # The call may also change another item, so it counts as a change of the container as well.
+        found.append(node)
         return ast.copy_location(ast.Call(ast.Name(f"any{LOCAL}", ast.Load()), found, []), node)
 
     def _inlined(self, node: ast.Call, call: ast.Call) -> ast.Call:
