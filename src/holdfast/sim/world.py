@@ -516,10 +516,15 @@ class World:
             The number of updates in the parameters of that state. None if ``rank`` is dead, or if its parameters
             are being changed now.
         """
-        if not self.seated[rank].alive:
+        holder = self.holder(rank)
+        if holder is None or not holder.alive:
             return None
-        self.checks.given(self.seated[rank])
-        return self.seated[rank].applied
+        self.checks.given(holder)
+        return holder.applied
+
+    def holder(self, rank: int) -> SimWorker | None:
+        """Return the process that gives the state of ``rank`` to newcomers; None if there is none."""
+        return self.seated.get(rank)
 
     def holders(self, rank: int) -> list[int]:
         """Return the ranks that hold the same box as ``rank``, and whose copies can be compared now."""

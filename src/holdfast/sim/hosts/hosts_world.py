@@ -547,9 +547,19 @@ class HostsWorld(World):
             The number of updates in the parameters of that state. None if ``rank`` is dead, if its host is not
             connected to the newcomer's host, or if its parameters are being changed now.
         """
-        if not self.network.connects(newcomer.node_id, self.seated[rank].node_id):
+        holder = self.holder(rank)
+        if holder is None or not self.network.connects(newcomer.node_id, holder.node_id):
             return None
         return super().fetch(newcomer, rank)
+
+    def holder(self, rank: int) -> SimWorker | None:
+        """Return the process that gives the state of ``rank`` to newcomers; None if there is none.
+
+        A leader that is deposed and does not know it may have started the job with fewer ranks. Then the rank has no
+        seat, and its newest living process gives the state.
+        """
+        living = (w for w in self.workers.values() if w.rank == rank and w.alive)
+        return super().holder(rank) or max(living, key=lambda worker: worker.member_id, default=None)
 
 
 class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
