@@ -59,7 +59,9 @@ class Base:
 
 class Child(Base):
     def next(self):
-        return super().next()
+        for n in [1]:
+            steps = super().next()
+        return steps
 
 
 def counted():
@@ -92,6 +94,7 @@ class Holder:
     def __init__(self):
         self.weight, self.other, self.share, self.plain = Weight(), Weight(), 1, Plain()
         self.by_name = {"a": self.weight}
+        self.children = [Child(), Child()]
         self.child, self.deep, self.lists = Child(), {"a": {"b": {"n": 0}}}, {"a": []}
         self.bound = partial(Weight.next, Weight())
         self.first, self.second = counted(), counted()
@@ -185,12 +188,13 @@ FOUND: dict[str, tuple[str, ...]] = {
     f"(loss * holder.weight.next()){STEP}\nholder.before.next()": ("holder.weight.count",),
     # A call of one of several objects.
     f"holder.sum(loss){STEP}": ("both:0.count", "other.count"),
-    f"sum(each(loss) for each in holder.both){STEP}": ("both:0.count", "other.count"),
+    f"sum(each(loss) for each in holder.both){STEP}": ("both:0.count", "other.count", "holder.both"),
     f"holder.by_name['a'](loss){STEP}": ("by_name:a.count",),
     f"holder.both[1](loss){STEP}": ("other.count",),
     f"total = 0\nfor n in (0, 1):\n    total += holder.both[n](loss)\ntotal{STEP}": (
         "both:0.count",
         "other.count",
+        "holder.both",
     ),
     f"total = 0\nfor key, each in holder.by_name.items():\n    total += each.next()\n(loss * total){STEP}": (
         "by_name:a.count",
@@ -210,6 +214,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     f"for each in holder.both:\n    each.count += 1\n(loss * sum(w.count for w in holder.both)){STEP}": (
         "both:0.count",
         "other.count",
+        "holder.both",
     ),
     f"n = 0\nfor key, each in holder.two.items():\n    each.count += 1\n    n += each.count\n(loss * n){STEP}": (
         "two:a.count",
@@ -225,6 +230,10 @@ FOUND: dict[str, tuple[str, ...]] = {
     # Methods of a base class and of a class, and a bound argument.
     f"(loss * holder.child.next()){STEP}": ("holder.child.steps",),
     f"child = holder.child\n(loss * child.next()){STEP}": ("holder.child.steps",),
+    f"n = 0\nfor each in holder.children:\n    n += each.next()\n(loss * n){STEP}": (
+        "children:0.steps",
+        "children:1.steps",
+    ),
     f"(loss * holder.child.of_type()){STEP}": ("holder.child.__class__.total",),
     f"(loss * holder.child.of_all()){STEP}": ("holder.child.__class__.total",),
     f"(loss * holder.bound()){STEP}": ("next:self.count",),

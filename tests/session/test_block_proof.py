@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -583,8 +584,6 @@ def test_without_the_check_each_block_runs_once() -> None:
 class Unordered(torch.autograd.Function):
     """A kernel whose sums have another order each time, unless torch is asked for deterministic ones."""
 
-    seen = 0
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Return a copy of ``x``."""
@@ -593,9 +592,8 @@ class Unordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """Return gradients with another last bit each time."""
-        Unordered.seen += not torch.are_deterministic_algorithms_enabled()
         once = torch.are_deterministic_algorithms_enabled()
-        return gradients[0] if once else gradients[0] + Unordered.seen
+        return gradients[0] if once else gradients[0] + int.from_bytes(os.urandom(2), "little")
 
 
 def test_kernels_that_are_not_deterministic_are_no_impurity(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from holdfast.runtime.worker.script_attributes import attribute_of
 OURS = str(DIRECTORY) + os.sep
 _MISSING = object()
 _OUTSIDE: dict[str, CellType | Mapping[str, object]] = {}  # where ``name_outside`` has found variables
+_CONTAINERS: dict[str, str] = {}  # by the name of an item
 _PARTS = re.compile(r'\["[^"]*"\]|[^.\[]+')
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 
@@ -123,7 +124,14 @@ def name_of_item(container: str, key: str, item: object) -> str:
 
     The name is ``CONTAINER:KEY``, with the last part of the name of the container.
     """
-    return _outside(container, key, {key: item})
+    name = _outside(container, key, {key: item})
+    _CONTAINERS[name] = container
+    return name
+
+
+def container_of(name: str) -> str:
+    """Return the container of an item, by a name of :func:`name_of_item` or of an attribute of it; else empty."""
+    return _CONTAINERS.get(name.partition(".")[0].partition("[")[0], "")
 
 
 def _outside(scope: str, name: str, home: CellType | Mapping[str, object]) -> str:

@@ -32,7 +32,7 @@ from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
-from holdfast.runtime.worker.script_attributes import has_static, instance_of
+from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
 from holdfast.runtime.worker.script_frames import name_of_item, variables_at
 from holdfast.session.variables.attribute_writers import AttributeWriters
 from holdfast.session.variables.called_functions import (
@@ -323,7 +323,12 @@ class Aliases:
             keys = list(children)
             if isinstance(wanted, int) and -len(keys) <= wanted < len(keys):
                 wanted = keys[wanted]
-            chosen = [each for each in keys if wanted is None or each == wanted]
+            # What such a module saves itself continues with the job. Its passes are searched with the model.
+            chosen = [
+                each
+                for each in keys
+                if (wanted is None or each == wanted) and not _saves_more(children[each])
+            ]
             return [ast.Attribute(container, each, ast.Load()) for each in chosen[:ITEMS_MAX]]
         found: list[tuple[object, object]] = []
         if isinstance(value, dict):
@@ -592,6 +597,12 @@ def _returns(function: ast.AST) -> Iterator[ast.Return]:
             yield child
         elif not isinstance(child, _INNER):
             yield from _returns(child)
+
+
+def _saves_more(module: object) -> bool:
+    """Return whether a module of the script has an extra state."""
+    method = static_of(type(module), "get_extra_state")
+    return isinstance(method, FunctionType) and of_script(method.__code__.co_filename)
 
 
 def _is_of_script(kind: type) -> bool:

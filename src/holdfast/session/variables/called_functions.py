@@ -131,14 +131,22 @@ def getter_of(node: ast.Attribute, place: tuple[str, int]) -> Callee | None:
 
 
 class SuperMethod(ast.expr):
-    """A node of a syntax tree: the method ``super().attr`` in a method of ``owner`` that the class ``of`` defines."""
+    """A node of a syntax tree: the method ``super().attr`` in a method of ``owner`` that the class ``of`` defines.
 
-    _fields = ("owner",)
-    _field_types: ClassVar = {"owner": ast.expr}
+    It has no fields, because the method uses only those attributes of ``owner`` that its body shows.
+    """
 
-    def __init__(self, owner: ast.expr, attr: str, of: type) -> None:
-        super().__init__()
-        self.owner, self.attr, self.of = owner, attr, of
+    _fields = ()
+    owner: ast.expr
+    attr: str
+    of: type
+
+    @classmethod
+    def made(cls, owner: ast.expr, attr: str, of: type) -> SuperMethod:
+        """Return a new node. A copy of a node is made without arguments."""
+        node = cls()
+        node.owner, node.attr, node.of = owner, attr, of
+        return node
 
 
 def super_method(node: ast.Attribute, place: tuple[str, int]) -> SuperMethod | None:
@@ -147,7 +155,7 @@ def super_method(node: ast.Attribute, place: tuple[str, int]) -> SuperMethod | N
         case ast.Call(func=ast.Name(id="super"), args=[]):
             of = value_at("__class__", place)
             if isinstance(of, type):
-                return ast.copy_location(SuperMethod(ast.Name("self", ast.Load()), node.attr, of), node)
+                return ast.copy_location(SuperMethod.made(ast.Name("self", ast.Load()), node.attr, of), node)
     return None
 
 
@@ -414,7 +422,7 @@ class CallerNames(ast.NodeTransformer):
             case ast.Call(func=ast.Name(id="super"), args=[]) if self._owner is not None and (
                 of := _class_around(self._function)
             ):
-                return ast.copy_location(SuperMethod(self._owner, node.attr, of), node)
+                return ast.copy_location(SuperMethod.made(self._owner, node.attr, of), node)
         self.generic_visit(node)
         return node
 

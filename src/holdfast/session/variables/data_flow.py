@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
-from holdfast.runtime.worker.script_frames import owners_of, values_of
+from holdfast.runtime.worker.script_frames import container_of, owners_of, values_of
 from holdfast.session.variables.called_functions import (
     CallWithBody,
     chain,
@@ -659,7 +659,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
                 inside = uses(child, results=results)
                 yield from (use for use in inside if own.isdisjoint((use.name, *owners_of(use.name))))
         case ast.Name():
-            yield _use(node.id, node)
+            yield from _with_container(_use(node.id, node))
         case ast.Attribute(attr="data", value=owner, ctx=ast.Store()) if _is_tensor(chain(owner)):
             yield VariableUse(chain(owner), True, None)
         case ast.Attribute(value=ast.Subscript() as item, ctx=ast.Store()):
@@ -668,13 +668,13 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
         case ast.Attribute() if name := chain(node):
             if not isinstance(node.value, ast.Name):
                 yield from _items(node.value)
-            yield _use(name, node)
+            yield from _with_container(_use(name, node))
         case ast.Subscript(slice=ast.Constant(value=str(key))) if chain(node.value) and not set(key) & set(
             '"[]'
         ):
             if not isinstance(node.ctx, ast.Load):
                 yield VariableUse(chain(node.value), False, None)
-            yield _use(f'{chain(node.value)}["{key}"]', node)
+            yield from _with_container(_use(f'{chain(node.value)}["{key}"]', node))
         case ast.Subscript() if _is_item_of_variable(node):
             yield from _items(node.slice, results=results)
             yield from _item_uses(node)
@@ -756,7 +756,15 @@ def _change(call: ast.Call, name: str, whole: bool) -> Iterator[_Item]:
         yield VariableUse(name, False, None)
     for child in (*call.args, *call.keywords) if whole else ast.iter_child_nodes(call):
         yield from _items(child)
-    yield VariableUse(name, True, None)
+    yield from _with_container(VariableUse(name, True, None))
+
+
+def _with_container(use: VariableUse) -> Iterator[VariableUse]:
+    """Yield ``use``, and if it writes an item with a name of its own, a write of the container of the item."""
+    yield use
+    if use.writes and (container := container_of(use.name)):
+        yield VariableUse(container, False, None)  # the other items stay
+        yield VariableUse(container, True, None)
 
 
 def _changed_by(call: ast.Call) -> tuple[str, bool] | None:
