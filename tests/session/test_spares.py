@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -263,7 +264,8 @@ def test_an_interrupt_saves_and_ends_a_job_whose_newcomer_never_was_a_process(tm
         job.wait("members_replaced", 1)
         job.launcher.send_signal(signal.SIGINT)
     assert "no lost rank is replaced" in job.events("verdict")[-1]["reason"]
-    assert "saved step 1 (last-gasp)" in job.output.read_text()
+    # The ranks may have made a step more before the kill.
+    assert re.search(r"saved step [1-3] \(last-gasp\)", job.output.read_text())
     pids = [zygote, *(e["pid"] for kind in ("agent_started", "member_started") for e in job.events(kind))]
     assert not any(exists(pid) for pid in pids)
 
