@@ -55,6 +55,26 @@ def run(
     return done.stdout, {path.name: path.read_text() for path in where.glob("ended-*")}
 
 
+def refused_after(
+    fault: str,
+    where: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    kill: str,
+    stop: str,
+) -> tuple[str, Mapping[str, str]]:
+    """Run a naive script that is refused after a fault: a kill, or a stop after which the same command runs again.
+
+    Return the output of the refused run, and the results of each rank, as :func:`run` does. ``kill``, ``stop``: the
+    variables of ``beat.py`` for the faults of these names.
+    """
+    if fault == "stop":
+        run(where, "naive", name, monkeypatch, code=Exit.REQUEUE, STOP=stop)
+        kill = ""
+    return run(where, "naive", name, monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+
+
 @pytest.mark.parametrize("name", listed(NAMES))
 def test_unmodified_is_what_torchrun_does(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, here = run(tmp_path / "here", "plain", name, monkeypatch)
@@ -299,12 +319,8 @@ def test_an_iterator_that_a_new_process_begins_again_ends_the_run_by_name(
 
     The position of ``itertools.cycle`` is not known. The last item of it is compared.
     """
-    if fault == "stop":
-        run(tmp_path, "naive", "unlabeled", monkeypatch, code=Exit.REQUEUE, PLACE=place, STOP="6")
-    kill = "1:6" if fault == "kill" else ""
-    output, ended = run(
-        tmp_path, "naive", "unlabeled", monkeypatch, code=Exit.BAD_INPUT, PLACE=place, KILL=kill
-    )
+    monkeypatch.setenv("PLACE", place)
+    output, ended = refused_after(fault, tmp_path, "unlabeled", monkeypatch, kill="1:6", stop="6")
     name = {"iterator": "others = 'a generator of batches, at", "object": "others.batches = 'a gen"}
     assert re.search(f"StepError: .*{name.get(place, 'drawn = ')}", output) and not ended, output
     assert place == "cycle" or "draw the batches of several loaders by s.steps(loader, second)" in output
@@ -326,10 +342,8 @@ def test_a_teacher_that_a_new_process_does_not_have_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, fault: str
 ) -> None:
     """Regression: an object had no value that was compared, so None was the newest one: other weights, exit code 0."""
-    if fault == "stop":
-        run(tmp_path, "naive", "taught", monkeypatch, code=Exit.REQUEUE, PLACE=place, STOP="6")
-    kill = "1:6" if fault == "kill" else ""
-    output, ended = run(tmp_path, "naive", "taught", monkeypatch, code=Exit.BAD_INPUT, PLACE=place, KILL=kill)
+    monkeypatch.setenv("PLACE", place)
+    output, ended = refused_after(fault, tmp_path, "taught", monkeypatch, kill="1:6", stop="6")
     said = "the updates depend on teacher = 'None', as at the first step of the job; at the step before: teacher = 'an"
     assert f"StepError: {said}" in output and not ended, output
 
@@ -362,10 +376,7 @@ def test_a_generator_of_a_game_that_begins_again_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """It draws only where a game ends. Regression: the next game of a replacement was another one, exit code 0."""
-    if fault == "stop":
-        run(tmp_path, "naive", "dealt", monkeypatch, code=Exit.REQUEUE, STOP="6")
-    kill = "1:9" if fault == "kill" else ""
-    output, ended = run(tmp_path, "naive", "dealt", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    output, ended = refused_after(fault, tmp_path, "dealt", monkeypatch, kill="1:9", stop="6")
     said = (
         r"StepError: blocks draw from random generators that have begun again: games\['lines'\]\[0\].numbers"
     )
@@ -442,10 +453,7 @@ def test_an_early_stop_that_a_new_process_counts_from_the_start_ends_the_run_by_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Regression: the training took epochs more and had other weights, exit code 0."""
-    if fault == "stop":
-        run(tmp_path, "naive", "patience", monkeypatch, code=Exit.REQUEUE, STOP="12")
-    kill = "1:12" if fault == "kill" else ""
-    output, ended = run(tmp_path, "naive", "patience", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    output, ended = refused_after(fault, tmp_path, "patience", monkeypatch, kill="1:12", stop="12")
     said = {
         "kill": r"the updates depend on variables of the script \(here patience.best = [0-9.]*",
         "stop": r"the updates depend on patience.best = inf.*, as at the first step of the job; at the step before: ",
@@ -461,10 +469,7 @@ def test_a_best_result_that_begins_as_none_ends_the_run_by_name(
 
     The learning rate was halved at other epochs, exit code 0.
     """
-    if fault == "stop":
-        run(tmp_path, "naive", "plateau", monkeypatch, code=Exit.REQUEUE, STOP="10")
-    kill = "1:10" if fault == "kill" else ""
-    output, ended = run(tmp_path, "naive", "plateau", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    output, ended = refused_after(fault, tmp_path, "plateau", monkeypatch, kill="1:10", stop="10")
     said = {
         "kill": r"the updates depend on variables of the script \(here best = ",
         "stop": "the updates depend on best = 'None', as at the first step of the job; at the step before: best = ",
@@ -688,10 +693,7 @@ def test_a_variable_that_code_before_a_block_begins_again_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Its value at the update is neither the first one nor the newest one. Regression: other weights, exit code 0."""
-    if fault == "stop":
-        run(tmp_path, "naive", "played", monkeypatch, code=Exit.REQUEUE, STOP="7")
-    kill = "1:8" if fault == "kill" else ""
-    output, ended = run(tmp_path, "naive", "played", monkeypatch, code=Exit.BAD_INPUT, KILL=kill)
+    output, ended = refused_after(fault, tmp_path, "played", monkeypatch, kill="1:8", stop="7")
     said = "StepError: the updates depend on place = 'a tensor .*; at the step before: place = 'a tensor "
     assert re.search(said, output) and not ended, output
 
