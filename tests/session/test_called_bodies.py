@@ -17,9 +17,7 @@ from torch import nn
 from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import values_of
 from holdfast.session.session import Session
-from holdfast.session.variables.called_functions import (
-    CallWithBody,
-)
+from holdfast.session.variables.called_functions import CallWithBody
 from holdfast.session.variables.deciding_variables import (
     deciding_variables,
     placed_variables,

@@ -200,10 +200,12 @@ def variable_of(value: object, place: tuple[str, int]) -> str:
 
 def variables_at(place: tuple[str, int]) -> dict[str, object]:
     """Return the variables of the function at ``place`` and of its module, those of the function first."""
-    scopes = [scope for frame in _frames_from(place)[:1] for scope in (frame.f_locals, frame.f_globals)]
-    return {name: value for scope in scopes for name, value in scope.items()} | {
-        name: value for scope in scopes[:1] for name, value in scope.items()
-    }
+    found: dict[str, object] = {}
+    for frame in _frames_from(place)[:1]:
+        for scope in (frame.f_locals, frame.f_globals):
+            for name, value in scope.items():
+                found.setdefault(name, value)
+    return found
 
 
 def _frames_from(place: tuple[str, int] | None) -> list[FrameType]:

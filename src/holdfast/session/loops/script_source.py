@@ -21,9 +21,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import place_of
-from holdfast.session.variables.called_functions import (
-    definition,
-)
+from holdfast.session.variables.called_functions import definition
 
 COUNTERS = ("enumerate", "zip", "islice")
 """Functions that count the items of an iterator, or take another item with each of them."""

@@ -15,7 +15,7 @@ Invariants:
 1. Only objects that can change are replaced. A number, a text or a tuple is the value at the time of the assignment.
 2. An attribute or item that the searched source assigns is no name for an object, because the local name keeps the
    earlier object: ``before = self.state`` and ``self.state = after``. These assignments are known when the whole source
-   has been entered, so the caller searches once more with the names in ``conflicts``.
+   has been entered, so the caller repeats the search without the names in ``conflicts``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ import copy
 import re
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from inspect import isroutine
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
-from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
+from holdfast.runtime.worker.script_attributes import has_static, instance_of
 from holdfast.runtime.worker.script_frames import name_of_item, variables_at
 from holdfast.session.variables.attribute_writers import AttributeWriters
 from holdfast.session.variables.called_functions import (
+    EXTRA,
     LOCAL,
     Callee,
     CallerNames,
@@ -45,6 +46,7 @@ from holdfast.session.variables.called_functions import (
     chain,
     definition,
     getter_of,
+    has_script_method,
     of_script,
     value_at,
 )
@@ -93,12 +95,8 @@ class Aliases:
     def enter_loop(self, loop: ast.AST) -> None:
         """Replace the local names of a loop by the names of their objects. ``loop`` is changed."""
         line = self._place[1]
-        running = {
-            id(node)
-            for node in ast.walk(loop)
-            if isinstance(node, ast.For) and node.lineno <= line <= (node.end_lineno or 0)
-        }
-        self._enter([loop], (), lambda node: id(node) not in running)
+        loops = (node for node in ast.walk(loop) if isinstance(node, ast.For))
+        self._enter([loop], (), {id(node) for node in loops if node.lineno <= line <= (node.end_lineno or 0)})
 
     def enter_body(
         self, statements: Sequence[ast.stmt], bindings: Sequence[ast.stmt], *, is_running: bool
@@ -110,14 +108,10 @@ class Aliases:
             bindings: assignments of arguments to the parameters of the function.
             is_running: True if the update is made in a call of this function.
         """
-        self._enter(statements, bindings, lambda node: not is_running)
+        running = (id(node) for each in statements for node in ast.walk(each) if isinstance(node, ast.For))
+        self._enter(statements, bindings, set(running) if is_running else set())
 
-    def _enter(
-        self,
-        statements: Sequence[ast.AST],
-        bindings: Sequence[ast.stmt],
-        may_repeat: Callable[[ast.For], bool],
-    ) -> None:
+    def _enter(self, statements: Sequence[ast.AST], bindings: Sequence[ast.stmt], running: Set[int]) -> None:
         names = _LocalNames()
         for statement in statements:
             names.visit(statement)
@@ -129,7 +123,7 @@ class Aliases:
         found = {name: each for name in known if (each := self._object_of(name, names)) is not None}
         others = (name for name in known if name not in found)
         several = {name: objects for name in others if (objects := self._several(name))}
-        replacement = _Replacement(found, several, self._object_at, may_repeat)
+        replacement = _Replacement(found, several, self._object_at, running)
         for statement in statements:
             replacement.visit(statement)
             self._stored.update(_stored(statement))
@@ -327,21 +321,17 @@ class Aliases:
             chosen = [
                 each
                 for each in keys
-                if (wanted is None or each == wanted) and not _saves_more(children[each])
+                if (wanted is None or each == wanted) and not has_script_method(type(children[each]), EXTRA)
             ]
             return [ast.Attribute(container, each, ast.Load()) for each in chosen[:ITEMS_MAX]]
         found: list[tuple[object, object]] = []
-        if isinstance(value, dict):
-            if wanted is None:
-                found = list(islice(dict.items(value), ITEMS_MAX))
-            elif dict.__contains__(value, wanted):
-                found = [(wanted, dict.__getitem__(value, wanted))]
-        elif isinstance(value, list | tuple):
-            held = list(value) if type(value) in (list, tuple) else []
-            if wanted is None:
-                found = list(enumerate(held[:ITEMS_MAX]))
-            elif isinstance(wanted, int) and -len(held) <= wanted < len(held):
-                found = [(wanted % len(held), held[wanted])]
+        is_sequence = type(value) in (list, tuple)
+        if wanted is None:
+            found = first_items(value, ITEMS_MAX) if is_sequence or isinstance(value, dict) else []
+        elif isinstance(value, dict) and dict.__contains__(value, wanted):
+            found = [(wanted, dict.__getitem__(value, wanted))]
+        elif is_sequence and isinstance(value, list | tuple) and isinstance(wanted, int):
+            found = [(wanted % len(value), value[wanted])] if -len(value) <= wanted < len(value) else []
         return self._named(container, found)
 
     def _named(self, container: ast.expr, items: Sequence[tuple[object, object]]) -> list[ast.expr]:
@@ -349,19 +339,37 @@ class Aliases:
         place = f"{chain(container).rpartition('.')[2]}[]"
         if place in self._unsafe:
             return []
-        names: list[ast.expr] = []
-        for number, (key, held) in enumerate(items):
-            text = str(key) if isinstance(key, int | str) and re.fullmatch(r"\w+", str(key)) else str(number)
-            # A loop over tensors changes all of them, as a whole. The container is the variable then.
-            if not isinstance(held, _PLAIN) and not has_static(held, "dtype"):
-                names.append(ast.Name(name_of_item(chain(container), text, held), ast.Load()))
-        return names
+        # A loop over tensors changes all of them, as a whole. The container is the variable then.
+        return [
+            item_named(container, number, key, held)
+            for number, (key, held) in enumerate(items)
+            if not isinstance(held, _PLAIN) and not has_static(held, "dtype")
+        ]
 
     def _value(self, name: ast.expr) -> object:
         text = chain(name)
         if text not in self._values:
             self._values[text] = value_at(text, self._place) if text and LOCAL not in text else None
         return self._values[text]
+
+
+def first_items(value: object, number_max: int) -> list[tuple[object, object]]:
+    """Return the first items of a dict, list or tuple with their keys or numbers, without running code of the script.
+
+    The result is empty for other objects.
+    """
+    if isinstance(value, dict):
+        return list(islice(dict.items(value), number_max))
+    if isinstance(value, list | tuple):
+        items = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+        return list(enumerate(islice(items, number_max)))
+    return []
+
+
+def item_named(container: ast.expr, number: int, key: object, item: object) -> ast.expr:
+    """Return a name for an item of ``container``, with its key, or with its number if the key is no word."""
+    word = isinstance(key, int | str) and re.fullmatch(r"\w+", str(key))
+    return ast.Name(name_of_item(chain(container), str(key if word else number), item), ast.Load())
 
 
 class _LocalNames(ast.NodeVisitor):
@@ -465,8 +473,8 @@ class _Replacement(ast.NodeTransformer):
         found: the names of objects by local name.
         several: the names of the objects through which a ``for`` loop goes, by its local name.
         named: function that returns the name of the object that an expression denotes.
-        may_repeat: function that returns whether the body of a loop may be repeated. The loop in which the update is
-            made now may not, because there would be several updates.
+        running: ids of the loops in which the update may be made now. Their bodies are not repeated, because there
+            would be several updates.
     """
 
     def __init__(
@@ -474,27 +482,22 @@ class _Replacement(ast.NodeTransformer):
         found: Mapping[str, ast.expr],
         several: Mapping[str, Sequence[ast.expr]],
         named: Callable[[ast.expr], ast.expr | None],
-        may_repeat: Callable[[ast.For], bool],
+        running: Set[int],
     ) -> None:
         self._found = found
         self._several = several
         self._named = named
-        self._may_repeat = may_repeat
+        self._running = running
 
     def visit_For(self, node: ast.For) -> ast.AST:
         """Repeat the body of a loop over objects of the script for each of them."""
-        names = [each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)]
-        repeated = next((name for name in names if name in self._several), "")
-        if not repeated or not self._may_repeat(node):
+        each_object = [] if id(node) in self._running else self._for_each([node.target])
+        if not each_object:
             return self.generic_visit(node)
         node.iter = self.visit(node.iter)
-        objects = self._several[repeated]
-        bodies = [node.body, *(copy.deepcopy(node.body) for _ in objects[1:])]
-        node.body = []
-        for one, body in zip(objects, bodies, strict=True):
-            found = {**self._found, repeated: one}
-            inner = _Replacement(found, self._several, self._named, self._may_repeat)
-            node.body += [inner.visit(statement) for statement in body]
+        bodies = [node.body, *(copy.deepcopy(node.body) for _ in each_object[1:])]
+        repeats = zip(each_object, bodies, strict=True)
+        node.body = [one.visit(statement) for one, body in repeats for statement in body]
         node.orelse = [self.visit(statement) for statement in node.orelse]
         return node
 
@@ -507,22 +510,22 @@ class _Replacement(ast.NodeTransformer):
         return self._with_elements(node)
 
     def _with_elements(self, node: ast.GeneratorExp | ast.ListComp) -> ast.AST:
-        names = [
-            each.id
-            for part in node.generators
-            for each in ast.walk(part.target)
-            if isinstance(each, ast.Name)
-        ]
-        repeated = next((name for name in names if name in self._several), "")
-        if not repeated:
+        each_object = self._for_each([part.target for part in node.generators])
+        if not each_object:
             return self.generic_visit(node)
-        elements = []
-        for one in self._several[repeated]:
-            inner = _Replacement({**self._found, repeated: one}, self._several, self._named, self._may_repeat)
-            elements.append(inner.visit(copy.deepcopy(node.elt)))
+        elements = [one.visit(copy.deepcopy(node.elt)) for one in each_object]
         node.elt = ast.copy_location(ast.Tuple(elements, ast.Load()), node.elt)
-        node.generators = [self.visit(each) for each in node.generators]
+        node.generators = [self.visit(part) for part in node.generators]
         return node
+
+    def _for_each(self, targets: Sequence[ast.expr]) -> list[_Replacement]:
+        """Return a replacement for each object of the first name in ``targets`` that has several; none without one."""
+        names = (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+        repeated = next((name for name in names if name in self._several), "")
+        return [
+            _Replacement({**self._found, repeated: one}, self._several, self._named, self._running)
+            for one in self._several.get(repeated, ())
+        ]
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """Replace the owner of an attribute if it has another name, or is an item or the result of a call."""
@@ -597,12 +600,6 @@ def _returns(function: ast.AST) -> Iterator[ast.Return]:
             yield child
         elif not isinstance(child, _INNER):
             yield from _returns(child)
-
-
-def _saves_more(module: object) -> bool:
-    """Return whether a module of the script has an extra state."""
-    method = static_of(type(module), "get_extra_state")
-    return isinstance(method, FunctionType) and of_script(method.__code__.co_filename)
 
 
 def _is_of_script(kind: type) -> bool:

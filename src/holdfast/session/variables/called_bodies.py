@@ -28,9 +28,7 @@ from types import CodeType
 from typing import NamedTuple, TypeVar, cast
 
 from holdfast.runtime.worker.script_attributes import instance_of
-from holdfast.runtime.worker.script_frames import (
-    has_line,
-)
+from holdfast.runtime.worker.script_frames import has_line
 from holdfast.session.variables.aliases import Aliases
 from holdfast.session.variables.called_functions import (
     LOCAL,
@@ -225,7 +223,8 @@ class _Bodies(ast.NodeTransformer):
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if (inherited := super_method(node, self._place)) is not None:
+        owner = ast.Name("self", ast.Load())
+        if (inherited := super_method(node, owner, value_at("__class__", self._place))) is not None:
             return inherited
         self.generic_visit(node)
         getter = getter_of(node, self._place)

@@ -37,6 +37,8 @@ from holdfast.session.variables.script_trees import parsed
 LOCAL = "@"
 """Character in the new name of a local variable of a called function. No variable of a script has it."""
 
+EXTRA = "get_extra_state"
+"""The method of a torch module that returns what it saves besides parameters and buffers."""
 _WRAPPED = ("module", "_orig_mod")
 """Names under which wrappers hold their module."""
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -149,13 +151,17 @@ class SuperMethod(ast.expr):
         return node
 
 
-def super_method(node: ast.Attribute, place: tuple[str, int]) -> SuperMethod | None:
-    """Return ``super().attr`` in the method at ``place``; None if ``node`` is another expression."""
+def super_method(node: ast.Attribute, owner: ast.expr, of: object) -> SuperMethod | None:
+    """Return ``super().attr`` in a method of ``owner``; None if ``node`` is another expression.
+
+    Args:
+        node: the expression.
+        owner: the expression for the ``self`` of the method.
+        of: the class that defines the method; None if it is not known.
+    """
     match node.value:
-        case ast.Call(func=ast.Name(id="super"), args=[]):
-            of = value_at("__class__", place)
-            if isinstance(of, type):
-                return ast.copy_location(SuperMethod.made(ast.Name("self", ast.Load()), node.attr, of), node)
+        case ast.Call(func=ast.Name(id="super"), args=[]) if isinstance(of, type):
+            return ast.copy_location(SuperMethod.made(owner, node.attr, of), node)
     return None
 
 
@@ -271,6 +277,12 @@ def unwrapped(value: object, name: ast.expr, place: tuple[str, int]) -> NamedMod
         inside = ast.Attribute(found.name, key, ast.Load())
         found = NamedModule(inner[key], ast.Name(variable, ast.Load()) if variable else inside)
     return found
+
+
+def has_script_method(holder: object, method: str) -> bool:
+    """Return whether an object or a class has a method of this name that belongs to the script."""
+    found = static_of(holder, method)
+    return isinstance(found, FunctionType) and of_script(found.__code__.co_filename)
 
 
 def is_of_library(module: object) -> bool:
@@ -418,13 +430,12 @@ class CallerNames(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         """Return the method of a base class for ``super().method``, and the attribute of a caller's name otherwise."""
-        match node.value:
-            case ast.Call(func=ast.Name(id="super"), args=[]) if self._owner is not None and (
-                of := _class_around(self._function)
-            ):
-                return ast.copy_location(SuperMethod.made(self._owner, node.attr, of), node)
-        self.generic_visit(node)
-        return node
+        inherited = None
+        if self._owner is not None:
+            inherited = super_method(node, self._owner, _class_around(self._function))
+        if inherited is None:
+            self.generic_visit(node)
+        return inherited or node
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return the name or expression that the caller uses for ``node``."""

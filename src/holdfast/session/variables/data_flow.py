@@ -11,15 +11,15 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import NamedTuple
 
-from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
+from holdfast.runtime.worker.script_attributes import has_static, instance_of
 from holdfast.runtime.worker.script_frames import container_of, owners_of, values_of
 from holdfast.session.variables.called_functions import (
     CallWithBody,
     chain,
-    of_script,
+    has_script_method,
 )
 
 Loop = ast.For | ast.While
@@ -760,7 +760,7 @@ def _change(call: ast.Call, name: str, whole: bool) -> Iterator[_Item]:
 
 
 def _with_container(use: VariableUse) -> Iterator[VariableUse]:
-    """Yield ``use``, and if it writes an item with a name of its own, a write of the container of the item."""
+    """Yield ``use``, and if it writes an item that has a name, a write of the container of the item."""
     yield use
     if use.writes and (container := container_of(use.name)):
         yield VariableUse(container, False, None)  # the other items stay
@@ -811,8 +811,7 @@ def _has_objects_with(value: object, method: str) -> bool:
     items = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(items, list | tuple) or not items:
         return isinstance(items, list) and not hasattr(type(value), method)
-    found = static_of(type(items[0]), method)
-    return isinstance(found, FunctionType) and of_script(found.__code__.co_filename)
+    return has_script_method(type(items[0]), method)
 
 
 def _is_container(name: str) -> bool:

@@ -25,9 +25,7 @@ from types import EllipsisType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, owners_of
-from holdfast.session.variables.called_bodies import (
-    with_bodies,
-)
+from holdfast.session.variables.called_bodies import with_bodies
 from holdfast.session.variables.called_functions import (
     LOCAL,
     CallWithBody,

@@ -21,9 +21,7 @@ from types import FunctionType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_attributes import instance_of, static_of
-from holdfast.session.variables.called_bodies import (
-    DEPTH_MAX,
-)
+from holdfast.session.variables.called_bodies import DEPTH_MAX
 from holdfast.session.variables.called_functions import (
     chain,
     definition,

@@ -20,22 +20,22 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_attributes import instance_of, static_of
-from holdfast.runtime.worker.script_frames import name_of_item, variables_of_script
+from holdfast.runtime.worker.script_attributes import instance_of
+from holdfast.runtime.worker.script_frames import variables_of_script
+from holdfast.session.variables.aliases import first_items, item_named
 from holdfast.session.variables.attribute_writers import AttributeWriters
-from holdfast.session.variables.called_bodies import (
-    loop_of_calls,
-)
+from holdfast.session.variables.called_bodies import loop_of_calls
 from holdfast.session.variables.called_functions import (
+    EXTRA,
     LOCAL,
     NamedModule,
     chain,
+    has_script_method,
     is_of_library,
-    of_script,
     unwrapped,
     value_at,
 )
@@ -50,7 +50,6 @@ VARIABLES_MAX = 200
 _STEP = "training_step"
 _DEPTH = 2
 _ITEMS_MAX = 1000
-_EXTRA = "get_extra_state"
 
 
 class ModuleVariables(NamedTuple):
@@ -77,7 +76,7 @@ def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariable
     classes: dict[type, tuple[str, dict[str, bool], GrowingTables]] = {}
     for module, name in _modules_in(_trained(places, source)):
         kind, path = type(module), chain(name)
-        if is_of_library(module) and not _is_of_script(module, _STEP):
+        if is_of_library(module) and not has_script_method(module, _STEP):
             continue
         holders = (module, *instance_of(module).values())
         if len(found) >= VARIABLES_MAX or not any(writers.may_write(holder) for holder in holders):
@@ -106,7 +105,7 @@ def _of_module(
     The keys are names. A value is True if some passes write the attribute first. The method ``training_step`` of
     Lightning counts as a pass. Attributes that ``get_extra_state`` saves are left out.
     """
-    steps = [ast.Attribute(name, _STEP, ast.Load())] if _is_of_script(module, _STEP) else []
+    steps = [ast.Attribute(name, _STEP, ast.Load())] if has_script_method(module, _STEP) else []
     loop, calls = loop_of_calls([name, *steps], place)
     begin = f"{chain(name)}."
 
@@ -117,7 +116,7 @@ def _of_module(
         own = variable.startswith(begin) and LOCAL not in variable
         return own and first_name(variable) not in _held(module, "_modules")
 
-    kept = kept_by([module], _EXTRA) if _is_of_script(module, _EXTRA) else KeptAttributes()
+    kept = kept_by([module], EXTRA) if has_script_method(module, EXTRA) else KeptAttributes()
 
     def is_kept(variable: str) -> bool:
         return id(module) in kept.objects or (id(module), first_name(variable)) in kept.attributes
@@ -128,11 +127,6 @@ def _of_module(
     return {each: partly for each, partly in names.items() if is_own(each)}, GrowingTables(
         tables, frozenset(filter(is_own, growing.sizes))
     )
-
-
-def _is_of_script(module: object, method: str) -> bool:
-    found = static_of(module, method)
-    return isinstance(found, FunctionType) and of_script(found.__code__.co_filename)
 
 
 def _trained(places: Places, source: DescribesUpdates) -> Iterator[NamedModule]:
@@ -155,24 +149,9 @@ def _modules_below(value: object, name: ast.expr, depth: int = _DEPTH) -> Iterat
     elif depth and not isinstance(value, ModuleType):
         for attribute, held in list(islice(attributes.items(), _ITEMS_MAX)):
             yield from _modules_below(held, ast.Attribute(name, attribute, ast.Load()), depth - 1)
-        for key, held in _items_of(value):
+        for number, (key, held) in enumerate(first_items(value, _ITEMS_MAX)):
             if "_modules" in instance_of(held):
-                item = name_of_item(chain(name), key, held)
-                yield NamedModule(held, ast.Name(item, ast.Load()))
-
-
-def _items_of(value: object) -> Iterator[tuple[str, object]]:
-    """Yield the items of a dict, list or tuple with their keys or numbers, without running code of the script."""
-    if isinstance(value, dict):
-        for number, (key, held) in enumerate(list(islice(dict.items(value), _ITEMS_MAX))):
-            yield (
-                str(key) if isinstance(key, int | str) and re.fullmatch(r"\w+", str(key)) else str(number),
-                held,
-            )
-    elif isinstance(value, list | tuple):
-        items = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
-        for number, held in enumerate(list(islice(items, _ITEMS_MAX))):
-            yield str(number), held
+                yield NamedModule(held, item_named(name, number, key, held))
 
 
 def _if_trained(

@@ -70,7 +70,7 @@ class JudgedView:
     def __init__(self, scene: HostsScene) -> None:
         self._scene = scene
         self._process: DecidingProcess | None = None
-        self._passed: set[MemberId] = set()  # replaced processes that are no evidence any more
+        self._passed: set[MemberId] = set()  # replaced processes whose reports have ceased to be evidence
 
     def of(self, process: DecidingProcess) -> None:
         """Switch this view to the controller ``process``."""
