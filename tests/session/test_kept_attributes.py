@@ -81,6 +81,34 @@ def test_an_attribute_that_the_state_does_not_have_is_not_kept(wrapped: bool) ->
     assert id(some.log) in objects and id(None) not in objects
 
 
+class Phases:
+    """An object with others in a list and in a dict, of which it keeps counts."""
+
+    def __init__(self) -> None:
+        self.phases, self.named, self.others = [Average(), Average()], {"a": Some()}, [Average()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        named = {}
+        for name, each in self.named.items():
+            named[name] = each.seen
+        return {"n": [phase.updates for phase in self.phases], "named": named}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_loop_over_a_container_keeps_attributes_of_its_items(wrapped: bool) -> None:
+    """Regression: a warning named the counts of phases (CycleScheduler) that the state has."""
+    item = Phases()
+    attributes, objects = kept_by([Around(item) if wrapped else item])  # type: ignore[arg-type]
+    assert {(id(each), "updates") for each in item.phases} <= attributes
+    assert (id(item.named["a"]), "seen") in attributes and (id(item.named["a"]), "weight") not in attributes
+    assert (id(item.phases[0]), "decay") not in attributes and (
+        id(item.others[0]),
+        "updates",
+    ) not in attributes
+    assert id(item.phases[0]) not in objects
+
+
 @pytest.mark.parametrize("kind", [All, Whole, Inherited])
 def test_an_object_whose_state_may_have_all_attributes_is_kept_whole(kind: type[Some]) -> None:
     item = kind()

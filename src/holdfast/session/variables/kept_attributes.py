@@ -3,7 +3,8 @@
 Theory. The session saves the result of ``state_dict()`` of each object in ``state=``. An attribute that this method
 does not read has its initial value in a new process, although the object is in ``state=``. So the source of the
 method is read. Each chain ``self.a.b`` in the source names a kept attribute. If the value of that attribute is an
-object, all attributes of the object count as kept. Methods of the script that ``state_dict()`` calls are also read.
+object, all attributes of the object count as kept. A loop or comprehension over a container (``[p.n for p in
+self.phases]``) names kept attributes of its items. Methods of the script that ``state_dict()`` calls are also read.
 If the method uses ``self`` itself (``vars(self)``, ``super()``), or belongs to a library, all attributes of the
 object count as kept.
 
@@ -21,6 +22,7 @@ from types import FunctionType
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_attributes import instance_of, static_of
+from holdfast.session.variables.aliases import first_items
 from holdfast.session.variables.called_bodies import DEPTH_MAX
 from holdfast.session.variables.called_functions import (
     chain,
@@ -28,6 +30,7 @@ from holdfast.session.variables.called_functions import (
     of_script,
 )
 
+ITEMS_MAX = 1000
 _WHOLE = ("__dict__", "__getstate__")
 
 
@@ -89,12 +92,50 @@ def _read(item: object, method: str, depth: int) -> Iterator[tuple[object, str]]
         yield item, ""
         return
     own = source.args.args[0].arg
+    items = _items(item, source, own)
     for node in _chains(source):
         first, *names = chain(node).split(".")
+        is_target = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        for each in () if is_target else items.get(first, ()):
+            yield from _follow(each, names, depth)
         if first == "super" or (first == own and (not names or names[0] in _WHOLE)):
             yield item, ""
         elif first == own:
             yield from _follow(item, names, depth)
+
+
+def _items(owner: object, source: ast.FunctionDef, own: str) -> dict[str, list[object]]:
+    """Return, by the local name of a loop or comprehension, the items of the containers of ``owner`` in it.
+
+    Args:
+        owner: the object of the method.
+        source: the method.
+        own: the name of ``owner`` in the method.
+    """
+    found: dict[str, list[object]] = {}
+    for loop in ast.walk(source):
+        if not isinstance(loop, ast.For | ast.comprehension):
+            continue
+        containers = [
+            chain(node).split(".")
+            for node in _chains(ast.Expr(loop.iter))
+            if chain(node).startswith(f"{own}.")
+        ]
+        items = [held for _, *names in containers for _, held in first_items(_value(owner, names), ITEMS_MAX)]
+        for name in (each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)):
+            found.setdefault(name, []).extend(items)
+    return found
+
+
+def _value(owner: object, names: list[str]) -> object:
+    """Return the value of a chain of attributes. A method at its end is left out (``self.parts.values``)."""
+    value = owner
+    for name in names:
+        found = static_of(value, name)
+        if inspect.isroutine(found):
+            break
+        value = found
+    return value
 
 
 def _chains(node: ast.AST) -> Iterator[ast.AST]:
