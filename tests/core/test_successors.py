@@ -126,7 +126,7 @@ def test_a_node_that_is_lost_before_its_list_is_closed_is_not_waited_for() -> No
         job.post(AgentBeat(node_id=node))
     job.post(AgentGone(node_id=C))
     job.post(Tick(name="rejoin"), 2.0)
-    assert job.controller.fleet.adopting, "it may be back in a moment"
+    assert job.controller.job.roster.adopting, "it may be back in a moment"
     for _ in range(25):
         beat(job, {A, B})
     assert job.record("adopted")["dead"] == [2] and job.record("fenced")["dead_ranks"] == [2]
@@ -144,6 +144,22 @@ def test_who_comes_after_the_fence_hears_of_it() -> None:
     come(job, C)
     job.post(AgentBeat(node_id=C))
     assert [fence.member_id for fence in job.sent(Fence)] == [1, 3]
+
+
+def test_a_decision_waits_for_the_lists_of_all_agents() -> None:
+    """Regression: the members of a decision made before were not in the open list, and were taken for lost."""
+    job = taken_over()
+    come(job, A)
+    job.post(AgentBeat(node_id=A))
+    come(job, B, died=True)
+    job.post(FaultSeen(member_id=MemberId(1), generation=Generation(1, 1), step=6, what="reset"))
+    job.post(Tick(name="grace"), 0.3)
+    job.post(Tick(name="rejoin"), 2.0)
+    says(job, 0, "aborted", step=6)
+    assert [r.data["rank"] for r in job.records if r.kind == "member_exited"] == [1, 2]
+    assert not any(r.kind in ("adopted", "planned") for r in job.records), "the list of B is open"
+    job.post(AgentBeat(node_id=B))
+    assert job.record("adopted")["dead"] == [1, 2] and job.record("planned")["step"] == 6
 
 
 def joins(job: Job, rank: int, step: int) -> None:

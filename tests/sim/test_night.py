@@ -63,3 +63,9 @@ def test_a_breach_on_hosts_is_shrunk_to_one_line_that_is_a_test(monkeypatch: pyt
 @pytest.mark.parametrize("found", FOUND, ids=lambda found: f"{found.broke}-{found.seed}")
 def test_a_schedule_that_broke_an_invariant_once_breaks_none(found: FoundSchedule) -> None:
     run_hosts(found.seed, found.case)
+
+
+@pytest.mark.parametrize("seed", [20850031971, 20851065913])
+def test_a_seed_of_one_host_that_broke_an_invariant_once_breaks_none(seed: int) -> None:
+    """Regression: a hello after the reported exit; a decision before all agents had repeated the last words."""
+    assert night.breach(seed, night.case_of(seed)) == ""

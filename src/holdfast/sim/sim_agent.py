@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
-from holdfast.core.ids import NodeId
+from holdfast.core.ids import MemberId, NodeId
 
 
 class SimAgent:
@@ -24,3 +24,4 @@ class SimAgent:
         self.machine = Agent(config)
         self.alive = True
         self.timers: dict[str, int] = {}
+        self.reported: set[MemberId] = set()  # the members whose exit it has reported

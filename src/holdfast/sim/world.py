@@ -42,6 +42,7 @@ from holdfast.core.protocol.messages import (
     Settle,
     StartMembers,
     Tick,
+    WorkerHello,
 )
 from holdfast.core.protocol.peer_messages import JobFormed
 from holdfast.errors import InternalError
@@ -473,7 +474,7 @@ class World:
                 )
                 self.later(self.jitter(0.01, 0.1), f"rejoin:{worker.rank}", partial(self._rejoin, worker))
             elif worker.node_id == node_id:
-                self._feed_agent(agent, self._exit_of(worker, None, None))
+                self._report_exit(agent, self._exit_of(worker, None, None))
         if self._controller is not None:
             self._reach(agent)
         else:
@@ -501,9 +502,18 @@ class World:
             f"w{worker.member_id}",
             worker.node_id,
             type(message).__name__,
-            lambda: self._feed_agent(agent, message),
+            lambda: self._hear(agent, worker, message),
             worker.node_id,
         )
+
+    def _hear(self, agent: SimAgent, worker: SimWorker, message: Message) -> None:
+        # The shell of the agent refuses the connection of a process whose exit it has reported.
+        if not (worker.member_id in agent.reported and isinstance(message, WorkerHello)):
+            self._feed_agent(agent, message)
+
+    def _report_exit(self, agent: SimAgent, event: MemberExited) -> None:
+        agent.reported.add(event.member_id)
+        self._feed_agent(agent, event)
 
     def updates(self, worker: SimWorker) -> None:
         """Check the invariants when the rank of ``worker`` begins an update."""
@@ -581,7 +591,7 @@ class World:
             worker.node_id,
             self.jitter(0.0005, 0.004),
             f"exited:{worker.rank}",
-            lambda: self._feed_agent(agent, event),
+            lambda: self._report_exit(agent, event),
         )
 
     def _exit_of(self, worker: SimWorker, code: int | None, killed_by: int | None) -> MemberExited:

@@ -236,7 +236,7 @@ class Departures:
         if not notices or job.exit_source or self.ending.stopping is not None or job.released:
             self._abandon()
             return
-        waits = self.fleet.adopting or self._departed in job.liveness.voters or not job.roster.members
+        waits = job.roster.adopting or self._departed in job.liveness.voters or not job.roster.members
         if waits or not job.decides:
             job.timer(TIMER, LOOK_S)
             return

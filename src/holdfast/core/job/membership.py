@@ -121,6 +121,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.generation = NO_GENERATION
+        self.adopting = False  # the agents have not listed all members that an earlier controller has seated
         self._members: dict[MemberId, Member] = {}
         self._ranks: dict[int, MemberId] = {}
         self._sorted: list[Member] | None = None  # by rank, computed on demand

@@ -4,13 +4,16 @@ Theory. An agent's reports about the processes of its node count as facts. Its h
 Next it repeats the last messages of each worker (exits, layouts and others). Then its heartbeats begin. So the first
 heartbeat after a hello closes the list. A member that is not in the list and was not reported dead is lost, and has
 left no status page. A controller of a later term seats the members of the event log and waits for these lists
-("adopting"). Then it either leaves all workers undisturbed or starts a recovery.
+("adopting"). Then it either leaves all workers undisturbed or starts a recovery. A recovery that a fault starts during
+this wait makes its decision after the wait: a list that is still open lacks the members which that decision would seat,
+so these members would be taken for lost.
 
 Invariants:
 1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or because it survives
    SIGKILL.
 2. A process that is not a member is ordered to leave, whatever it reports.
 3. If an agent returns within the adoption limit with all its members, no fault is counted.
+4. No new member is seated while a later controller waits for the lists.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class NodeTracker:
         self._past = past
         # Nodes that have sent a hello and whose list is not closed yet.
         self._returning: dict[NodeId, frozenset[MemberId]] = {}
-        self.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone)
+        job.roster.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone > 0)
         self._rolled: tuple[NodeId, ...] = ()  # the list of nodes last sent to the agents
         self._may_roll = False
         self._undecided_s: float | None = None  # start of the time without a majority; None: there is one
@@ -62,7 +65,7 @@ class NodeTracker:
         job.timer("beat", job.config.beat_s)
         job.timer("startup", job.config.startup_s)
         job.timer("roll", job.config.rejoin_s)
-        if self.adopting:
+        if job.roster.adopting:
             # With one voter (the survivor of two hosts that a witness chose) members may still be on several nodes.
             if job.liveness.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
                 job.timer("rejoin", job.config.rejoin_s)
@@ -181,7 +184,7 @@ class NodeTracker:
         gone = [m for m in self.job.roster.on_node(node_id) if m.member_id not in seen]
         # An order to start may have been lost with the previous agent. A member that was to be killed is not
         # missed.
-        unstarted = [m for m in gone if not (m.started or m.kill_reason or self.adopting)]
+        unstarted = [m for m in gone if not (m.started or m.kill_reason or self.job.roster.adopting)]
         self.job.start_again(unstarted)
         for member in gone:
             if member not in unstarted:
@@ -223,7 +226,7 @@ class NodeTracker:
     def _rejoin(self, now: float) -> None:
         """Declare as lost each node whose agent has not joined this new controller within ``rejoin_s`` seconds."""
         job = self.job
-        if not self.adopting:
+        if not job.roster.adopting:
             return
         for node_id in sorted(job.roster.nodes - job.slots.keys()):
             reason = f"its agent did not come within {job.config.rejoin_s:g} s of the controller's start"
@@ -250,7 +253,12 @@ class NodeTracker:
     def _adopt_if_closed(self, now: float) -> bool:
         """Adopt the living members once every node is lost or has closed its list. Return True if that happened now."""
         job = self.job
-        if not self.adopting or self._returning or job.ended or not job.roster.nodes <= job.slots.keys():
+        if (
+            not job.roster.adopting
+            or self._returning
+            or job.ended
+            or not job.roster.nodes <= job.slots.keys()
+        ):
             return False
         self._adopt(now)
         return True
@@ -258,7 +266,7 @@ class NodeTracker:
     def _adopt(self, now: float) -> None:
         """Leave the workers undisturbed. If a member was lost while the controller was replaced, start a recovery."""
         job, roster = self.job, self.job.roster
-        self.adopting = False
+        job.roster.adopting = False
         dead = [m for m in roster.members if not m.alive]
         fenced = job.generation > roster.generation
         # For a fault that was reported before all lists were closed.
@@ -311,7 +319,7 @@ class NodeTracker:
         member.started = member.said_hello = True
         member.pid = event.pid
         member.report(event.state, event.step)
-        if not self.adopting:
+        if not job.roster.adopting:
             self.recovery.remind(member)
             self.ending.remind(member)
             self.recovery.progress(now)
@@ -371,7 +379,7 @@ class NodeTracker:
             phase=event.detail,
             log_size_bytes=event.log_size_bytes,
         )
-        if self.adopting:
+        if job.roster.adopting:
             return
         if self.ending.is_expected(member, event):
             if not member.is_excused or self.ending.stopping is not None:
@@ -466,7 +474,9 @@ class NodeTracker:
                 self.node_lost(now, event.node_id, event.reason)
         self._adopt_if_closed(now)
         self._look_at_majority(now)
-        if self._may_roll and not self.adopting:  # otherwise a node with free slots may be about to join
+        if (
+            self._may_roll and not job.roster.adopting
+        ):  # otherwise a node with free slots may be about to join
             announce(now, job)
         self.recovery.grow(now)
 
@@ -502,8 +512,8 @@ class NodeTracker:
             known = job.sealed_step >= 0 or job.base_step > 0
             job.finish(Exit.REQUEUE if known else Exit.UNSAVED if job.roster.members else Exit.FAILED, why)
             return
-        if self.adopting:
-            self.adopting = False
+        if job.roster.adopting:
+            job.roster.adopting = False
             job.finish(Exit.INTERNAL, f"no agent reported its workers {bound}")
             return
         python = any(m.said_hello for m in job.roster.members)

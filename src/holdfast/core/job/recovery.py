@@ -354,7 +354,8 @@ class Recovery:
         have_all = self._rollcall.all
         match self.rules.until:
             case "answered":
-                if self.job.decides and have_all(living, self._has_answered) and not self._let_go():
+                may_decide = self.job.decides and not self.job.roster.adopting
+                if may_decide and have_all(living, self._has_answered) and not self._let_go():
                     torn = [m for m in living if self.reports[m.rank].state == "torn"]
                     if not self.replacement.remove(torn):
                         self._plan(now)

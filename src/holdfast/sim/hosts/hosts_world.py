@@ -206,7 +206,7 @@ class HostsWorld(World):
                     name, self.jitter(0.01, 0.1), f"rejoin:{worker.rank}", partial(self._rejoin, worker)
                 )
             else:
-                self._feed_agent(agent, self._exit_of(worker, None, None))
+                self._report_exit(agent, self._exit_of(worker, None, None))
         first = name == next(iter(self.hosts)) and not any(each.in_job for each in self.hosts.values())
         # If all hosts were reinstalled, no host may found the job a second time: that would be another job.
         founders = len(self.hosts) if first and not self.journal else 0
