@@ -133,6 +133,19 @@ class JudgedView:
         return {rank: worker for rank, worker in seated.items() if worker.member_id not in self._lost}
 
     @property
+    def is_overtaken(self) -> bool:
+        """True if the controller is deposed: a living rank obeys a later leader, and refuses orders of this one.
+
+        A paused host may have such a controller. It decides from the messages that have waited in its sockets, before
+        it learns of the later leader.
+        """
+        process = self._process
+        living = (worker.machine for worker in self.seated.values() if worker.alive)
+        return process is not None and any(
+            process.term < (machine.fenced or machine.generation).term for machine in living
+        )
+
+    @property
     def replaced(self) -> list[SimWorker]:
         """The dead processes whose seats newcomers have taken; empty for a controller that is alone.
 
@@ -180,6 +193,8 @@ class HostChecks(Checks):
         self._given_up |= process.lost
         self._entitled(process, record.kind)
         self.view.of(process)
+        if self.view.is_overtaken:
+            return
         self.recorded(record)
         forgotten = record.kind == "start_forgotten" and not self._hosts.has_start(process.host)
         self._is_judged |= record.kind == "verdict" or forgotten
@@ -214,6 +229,8 @@ class HostChecks(Checks):
         if process.alone and isinstance(message, ExitOrder):
             raise Violation("a_minority_only_saves", f"{process.host} is alone and asks ranks for the exit")
         self.view.of(process)
+        if self.view.is_overtaken:
+            return
         if isinstance(message, Settle):
             self.sending(message)
         elif isinstance(message, ResumeInPlace):
