@@ -51,6 +51,7 @@ BOOT_S = (0.0, 0.1)
 SUCCESSOR_S = (0.2, 0.5)
 UNMET_S = 30.0
 END_S = 5.0
+NOTICE_S = 0.05  # longest time until a controller knows a change of the electorate that its host has stored
 LEASE_S = 3.0  # a controller suspects a voter that sends nothing before this time has passed
 CLOCK_OFFSET_S_MAX = 1e6
 CLOCK_RATE_ERROR_MAX = 2e-4
@@ -361,10 +362,18 @@ class HostsWorld(World):
         Return False if a fault has delayed timers or syncs of the host: the knowledge of the host may then be outdated.
         """
         host = self.hosts[node_id]
-        electorate = host.disk.ballot.electorate
-        if electorate is None or not host.is_steady:
+        electorates = [host.disk.ballot.electorate]
+        if host.council is not None and self.now - host.council.notice.at_s <= NOTICE_S:
+            electorates.append(
+                host.council.notice.before
+            )  # the controller may not have received the notice yet
+        if None in electorates or not host.is_steady:
             return False
-        return sum(self._may_hear(node_id, voter) for voter in electorate.voters) < electorate.quorum
+        return not any(
+            sum(self._may_hear(node_id, voter) for voter in each.voters) >= each.quorum
+            for each in electorates
+            if each is not None
+        )
 
     def _may_hear(self, node_id: NodeId, other: NodeId) -> bool:
         return self.network.silence_s(other, node_id) <= LEASE_S

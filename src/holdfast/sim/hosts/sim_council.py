@@ -6,9 +6,10 @@ votes stay on the host when its agent dies. The next agent on the host begins wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -41,6 +42,7 @@ from holdfast.core.protocol.peer_messages import (
     RequestVote,
     StartController,
     StepDown,
+    VoterSet,
     WitnessReply,
 )
 from holdfast.errors import InternalError
@@ -57,6 +59,8 @@ JOB = "sim"
 class CouncilScene(LinkScene, Protocol):
     """The interface of the simulated world that a council uses."""
 
+    now: float
+
     def make_election(self, config: ElectionConfig, kept: HardState) -> Election: ...
     def council_of(self, node_id: NodeId) -> SimCouncil | None: ...
     def others(self, node_id: NodeId) -> tuple[NodeId, ...]: ...
@@ -66,6 +70,18 @@ class CouncilScene(LinkScene, Protocol):
     def elected(self, node_id: NodeId, term: int) -> None: ...
     def election_sends(self, node_id: NodeId, command: Send) -> None: ...
     def claim(self, node_id: NodeId, claim: Claim, answer: Callable[[WitnessReply], None]) -> None: ...
+
+
+class VotersNotice(NamedTuple):
+    """The newest notice to the controller of the host that the electorate has changed.
+
+    Attributes:
+        at_s: virtual time of the notice.
+        before: the electorate before the change; None if there was none.
+    """
+
+    at_s: float
+    before: VoterSet | None
 
 
 class SimCouncil:
@@ -81,6 +97,7 @@ class SimCouncil:
         meeting: the state machine that finds out to which job this agent and the connected agents belong.
         over: True after the end of the agent process.
         apart: True if this agent has given up the election, and has closed its connections to other agents.
+        notice: the newest notice of a change of the electorate to the controller.
     """
 
     def __init__(
@@ -90,6 +107,7 @@ class SimCouncil:
         job = JOB if disk.ballot.electorate is not None else ""
         self.meeting = Meeting(job, founders, founders, GATHER_S)
         self.over = self.apart = False
+        self.notice = VotersNotice(-math.inf, None)
         self._scene = scene
         self._host = host
         self._disk = disk
@@ -273,6 +291,7 @@ class SimCouncil:
         voters = before.voters if before is not None else ()
         if keep.electorate is not None and keep.electorate.voters != voters:
             if self.election.role == "leader":
+                self.notice = VotersNotice(self._scene.now, before)
                 self._link.send(VotersAre(voters=keep.electorate.voters))
 
     def _send(self, command: Send) -> None:
