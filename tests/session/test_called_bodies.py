@@ -195,6 +195,16 @@ FOUND: dict[str, tuple[str, ...]] = {
         "seen",
     ),
     "optimizer.step()\nif args.rate:\n    kept *= seen\nseen += 1": ("seen",),
+    "optimizer.step()\nif args.plan == 'cosine':\n    kept *= seen\nseen += 1": ("seen",),
+    "optimizer.step()\nif args.plan != 'cosine':\n    kept *= seen\nseen += 1": (),
+    "optimizer.step()\nif args.plan in ('step', 'poly'):\n    kept *= seen\nseen += 1": (),
+    "optimizer.step()\nif args.plan not in {'step', 'poly'}:\n    kept *= seen\nseen += 1": ("seen",),
+    "optimizer.step()\nif args.rate is None:\n    kept *= seen\nseen += 1": (),
+    "optimizer.step()\nif args.rate > 1:\n    kept *= seen\nseen += 1": ("seen",),
+    "optimizer.step()\nif args.plan == 'step':\n    kept *= seen\nseen += 1\nargs.plan = seen": (
+        "args.plan",
+        "seen",
+    ),
     "optimizer.step()\nif not args.adam:\n    kept *= seen\nseen += 1\nargs.adam = seen < 9": (
         "args.adam",
         "seen",
@@ -242,7 +252,7 @@ def test_names_on_which_an_update_depends_through_calls(tmp_path: Path, code: st
     adjust, adjust_deeply = rates.adjust, rates.adjust_deeply
     off, s = False, object.__new__(Session)
     shows, seen = numbers_from(4), 1  # drawn from after the block
-    args = argparse.Namespace(adam=True, rate=0.1)
+    args = argparse.Namespace(adam=True, rate=0.1, plan="cosine")
     net = module.Net()
     wrapped, twice = nn.DataParallel(net), nn.DataParallel(nn.DataParallel(module.Net()))
     line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))

@@ -278,6 +278,7 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "it = step.number\nmodel(batch, it).backward()\noptimizer.step()": (),
     "loss = model(batch)\nloss.backward()\noptimizer.step()\nmean = 0.9 * mean + 0.1 * loss.item()": (),
     "scheduler.step()\noptimizer.step()\nseen += len(batch)": (),
+    "optimizer.step()\nit += 1\nif it > 9:\n    scheduler.step()": ("it",),
     "for g in groups:\n    g['lr'] = 0.1 * past['step']\noptimizer.step()\npast['step'] += 1": (
         'past["step"]',
     ),

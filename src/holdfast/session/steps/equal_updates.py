@@ -35,6 +35,8 @@ from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates, FindsGenerators
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.steps.update_differences import Updates, described, difference
+from holdfast.session.variables.cut_changes import HINT as HINT_OF_CUT
+from holdfast.session.variables.cut_changes import CutChange
 from holdfast.session.variables.hidden_generators import HiddenGenerators
 from holdfast.session.variables.input_values import InputValues
 from holdfast.session.variables.plain_values import identified
@@ -95,6 +97,7 @@ class EqualUpdates:
         self._scaled = scaled
         self._replaces = False  # this process has replaced a lost one
         self._uneven = False  # the ranks have made different updates in a vote that was not refused
+        self._cut: CutChange | None = None  # a change that a lost rank would cut off
         self._known: set[str] = set()  # optimizers that have stepped in this process
         self._made: dict[str, Mapping[str, list[float]]] = {}  # in the open block
         # Of the newest vote, and of the step that was committed last.
@@ -121,11 +124,22 @@ class EqualUpdates:
 
         Raises:
             StepError: this process continues the job, and a variable on which the updates depend has its value from
-                the start of the script again.
+                the start of the script again; or the code after the block changes the training after a collective.
         """
         if optimizer not in self._known:
             self._known.add(optimizer)
-            self.in_state.add(self.variables.search(joins=self._replaces))
+            found = self.variables.search(joins=self._replaces)
+            self.in_state.add(found.in_state)
+            self._cut = self._cut or found.cut
+        if (
+            self._cut is not None
+        ):  # also in the later runs of the first block: its first one may be a rehearsal
+            raise StepError(
+                f"the code after the block changes the training ({self._cut.change}) after a collective "
+                f"({self._cut.collective}; block at {self._cut.block}). A rank that is lost in the collective would "
+                "cut off this change",
+                hint=HINT_OF_CUT,
+            )
         settings = {} if self._source is None else self._source.scheduled_settings(optimizer)
         self._made[f"{within}/{optimizer}" if within else optimizer] = settings
         self.variables.look(joins=self._replaces)

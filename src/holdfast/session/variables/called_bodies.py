@@ -11,19 +11,20 @@ needs the frames of the script on the stack. A library may have wrapped a module
 (``DistributedDataParallel``, ``torch.compile``). A call of the wrapper counts as a call of the wrapped module. If a
 variable of the script holds the wrapped module, the module gets the name of this variable.
 
-A branch that cannot run with the present flags is left out. Flags are options of ``argparse``, the attribute
-``training`` of a module, and bools that the loop does not set. Functions of libraries are not inlined, nor are
-functions more than ``DEPTH_MAX`` calls deep. At most ``BODIES_MAX`` functions are inlined: those that the loop itself
-calls come first, then those that they call. The functions that are running while the update is made do not count for
-the depth, and are inlined in any case.
+A branch that cannot run with the present flags is left out. Flags are options of ``argparse`` and comparisons of them
+with constants, the attribute ``training`` of a module, and bools that the loop does not set. Functions of libraries are
+not inlined, nor are functions more than ``DEPTH_MAX`` calls deep. At most ``BODIES_MAX`` functions are inlined: those
+that the loop itself calls come first, then those that they call. The functions that are running while the update is
+made do not count for the depth, and are inlined in any case.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import NamedTuple, TypeVar, cast
 
@@ -55,6 +56,14 @@ DEPTH_MAX = 3
 BODIES_MAX = 50
 READS_MAX = 100
 OTHERS_MAX = 30
+_COMPARES: Mapping[type[ast.cmpop], Callable[[object, object], object]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda value, values: operator.contains(cast("Sequence[object]", values), value),
+    ast.NotIn: lambda value, values: not operator.contains(cast("Sequence[object]", values), value),
+}
 _Node = TypeVar("_Node", bound=ast.AST)
 
 
@@ -124,6 +133,15 @@ def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
     wanted = {_place(node): None for node in nodes}
     found = {at: node for node in ast.walk(tree) if (at := _place(node)) in wanted}
     return [found[at] for at in wanted if at in found]
+
+
+def _is_constant(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant():
+            return True
+        case ast.Tuple(elts=values) | ast.List(elts=values) | ast.Set(elts=values):
+            return all(isinstance(each, ast.Constant) for each in values)
+    return False
 
 
 class _Bodies(ast.NodeTransformer):
@@ -200,14 +218,30 @@ class _Bodies(ast.NodeTransformer):
             case ast.Name(id=name) if name not in self._variables:
                 found = value_at(name, self._place)
                 return found if isinstance(found, bool) else None
-            case ast.Attribute(value=owner, attr=name) if chain(owner) and name not in self._assigned:
-                arguments = value_at(chain(owner), self._place)
-                holder = instance_of(arguments)
-                is_flag = isinstance(arguments, argparse.Namespace) or (
-                    name == "training" and "_modules" in holder
-                )
-                found = holder.get(name) if is_flag else None
+            case ast.Attribute(value=owner, attr="training") if (
+                chain(owner) and "training" not in self._assigned
+            ):
+                holder = instance_of(value_at(chain(owner), self._place))
+                found = holder.get("training") if "_modules" in holder else None
                 return found if isinstance(found, bool) else None
+            case ast.Attribute() if (option := self._option(test)) is not None:
+                return bool(option.value)
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARES:
+                option = self._option(left)
+                if option is not None and _is_constant(right):
+                    return bool(_COMPARES[type(op)](option.value, ast.literal_eval(right)))
+        return None
+
+    def _option(self, test: ast.expr) -> ast.Constant | None:
+        """Return the value of an option of ``argparse`` that the loop does not change; None for other expressions."""
+        match test:
+            case ast.Attribute(value=owner, attr=name) if chain(owner) and name not in self._assigned:
+                options = value_at(chain(owner), self._place)
+                found = (
+                    instance_of(options).get(name, ...) if isinstance(options, argparse.Namespace) else ...
+                )
+                if isinstance(found, bool | int | float | str | None):
+                    return ast.Constant(found)
         return None
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:

@@ -172,12 +172,12 @@ def _has_save(node: ast.If) -> bool:
 @cache
 def loops_around(file: str, line: int) -> list[ast.AST]:
     """Return the loops around a line within its function (or module), the outermost loop first."""
-    return [node for node in _inside_scope(file, line) if isinstance(node, Loop)]
+    return [node for node in inside_scope(file, line) if isinstance(node, Loop)]
 
 
 def scope_of(file: str, line: int) -> ast.AST:
     """Return the syntax tree of the function that contains a line, or of the module."""
-    return _inside_scope(file, line)[0]
+    return inside_scope(file, line)[0]
 
 
 @cache
@@ -313,7 +313,7 @@ def block_at(places: Places) -> ast.AST | None:
         places: file and line of the stack frames, the innermost frame first.
     """
     loops = loops_around(*places[-1])
-    inner = _inside_scope(*places[-1])
+    inner = inside_scope(*places[-1])
     blocks = _blocks(inner[inner.index(loops[0]) :]) if loops else []
     return next(iter(with_bodies(places[-1], blocks, places[:-1])), None)
 
@@ -373,7 +373,7 @@ def _of_place(
         in_block: the block of a step calls the function at ``place``.
     """
     file, line = place
-    scope, *inner = _inside_scope(file, line)
+    scope, *inner = inside_scope(file, line)
     loops = loops_around(file, line)
     inside = inner[inner.index(loops[0]) :] if loops and update else []
     blocks = _blocks(inside)
@@ -432,7 +432,7 @@ def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[
     if not over_steps:
         return
     wanted = expressions_behind(epochs, [*_leaving(epochs), *sources(epochs, state)])
-    inner = [depth for depth, at in enumerate(places[:-1]) if _loops_over_steps(_inside_scope(*at)[0])]
+    inner = [depth for depth, at in enumerate(places[:-1]) if _loops_over_steps(inside_scope(*at)[0])]
     for name in (name for loop in over_steps for name in carried(loop, wanted)):
         if LOCAL not in name:
             yield name, places[-1]
@@ -449,7 +449,7 @@ def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
     In this search, methods of local objects are inlined (``meter.update(loss)``). In a search from the caller of the
     function they are not.
     """
-    function = with_bodies(places[-1], _inside_scope(*places[-1])[:1], places[:-1])[0]
+    function = with_bodies(places[-1], inside_scope(*places[-1])[:1], places[:-1])[0]
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
     wanted = expressions_behind(function, returned)
     for loop in _loops_over_steps(function):
@@ -474,6 +474,11 @@ def _has_loop_over_steps(place: tuple[str, int]) -> bool:
     return any(loop is each for loop in loops_around(*place) for each in over_steps)
 
 
+def is_over_steps(loop: ast.For, scope: ast.AST) -> bool:
+    """Return whether ``loop`` is a loop over steps of the function (or module) ``scope``."""
+    return any(loop is each for each in _loops_over_steps(scope))
+
+
 def _has_steps(value: ast.AST) -> bool:
     calls = (each.func for each in ast.walk(value) if isinstance(each, ast.Call))
     return any(isinstance(each, ast.Attribute) and each.attr == "steps" for each in calls)
@@ -488,7 +493,7 @@ def _drawn(block: ast.AST) -> Iterator[str]:
                 yield chain(source)
 
 
-def _inside_scope(file: str, line: int) -> list[ast.AST]:
+def inside_scope(file: str, line: int) -> list[ast.AST]:
     """Return the function (or module) of a line, then the nodes in it that contain the line, outermost first."""
     tree = tree_of(file)
     around = [tree, *_enclosing(tree, line)]

@@ -10,6 +10,7 @@ evaluation, does not count as an update.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Set
 from typing import NamedTuple
@@ -37,7 +38,16 @@ def sources(body: ast.AST, state: Set[str]) -> list[ast.AST]:
         body: a loop, with the bodies of the functions that it calls.
         state: names from :func:`changed` that are state of the session.
     """
-    return _sources(body, _Tensors(_names(body, state), _names(body, state, whole=True), state))
+    return _sources(body, _tensors(body, state)) or []
+
+
+def changes_in(body: ast.AST, state: Set[str]) -> frozenset[int]:
+    """Return the ids of the nodes in ``body`` that set a rate, compute gradients, or change weights or state.
+
+    The arguments are those of :func:`sources`.
+    """
+    tensors = _tensors(body, state)
+    return frozenset(id(node) for node in ast.walk(body) if _values(node, tensors) is not None)
 
 
 def changed(loop: ast.AST) -> set[str]:
@@ -94,6 +104,10 @@ class _Tensors(NamedTuple):
     state: Set[str]
 
 
+def _tensors(body: ast.AST, state: Set[str]) -> _Tensors:
+    return _Tensors(_names(body, state), _names(body, state, whole=True), state)
+
+
 def _names(body: ast.AST, state: Set[str], *, whole: bool = False) -> Set[str]:
     """Return the names of :class:`_Tensors`. ``whole``: leave out containers that got a tensor as a new item."""
     assignments = [assignment for assignment, _ in assigned(body)]
@@ -145,15 +159,19 @@ def _replaces(target: ast.expr, tensors: _Tensors) -> bool:
     return name in tensors.state or not tensors.whole.isdisjoint((*own, *owners_of(name)))
 
 
-def _sources(node: ast.AST, tensors: _Tensors) -> list[ast.AST]:
-    parts = ast.iter_child_nodes(node)
-    inside = (source for part in parts for source in _sources(part, tensors))
-    found = [*_values(node, tensors), *inside]
-    return [*found, node.test] if found and isinstance(node, ast.If) else found
+def _sources(node: ast.AST, tensors: _Tensors) -> list[ast.AST] | None:
+    """Return the expressions of :func:`sources` in ``node``; None if ``node`` changes nothing."""
+    inside = [_sources(part, tensors) for part in ast.iter_child_nodes(node)]
+    every = [found for found in (_values(node, tensors), *inside) if found is not None]
+    if not every:
+        return None
+    return [*itertools.chain(*every), *([node.test] if isinstance(node, ast.If) else [])]
 
 
-def _values(node: ast.AST, tensors: _Tensors) -> list[ast.AST]:
+def _values(node: ast.AST, tensors: _Tensors) -> list[ast.AST] | None:
     """Return the expressions from which one statement sets a rate, computes gradients, or changes weights or state.
+
+    The result is None if the statement does none of these.
 
     A rate is a setting of a parameter group that schedules change. An assignment ``group["lr"] = ...`` sets a rate.
     So does a call of a function with ``lr``, ``learning_rate`` or ``scheduler`` at the start of its name, or after a
@@ -197,7 +215,7 @@ def _values(node: ast.AST, tensors: _Tensors) -> list[ast.AST]:
             _SETS_RATES.search(dotted(called)) or _is_schedule(called)
         ):
             return [*call.args, *(keyword.value for keyword in call.keywords)]
-    return []
+    return None
 
 
 def _is_schedule(called: ast.expr) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import owners_of, runs_at, values_of, variables_of_script
+from holdfast.session.variables.cut_changes import CutChange, cut_change
 from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
@@ -95,6 +96,18 @@ def hint_for(values: Iterable[PlainValue], hint: str = HINT) -> str:
     return f"{SEVERAL_LOADERS}{hint}" if is_drawn else hint
 
 
+class FoundVariables(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        in_state: the variables in ``state=`` on which the updates depend, with their places.
+        cut: a change of the training that a lost rank would cut off; None if there is none.
+    """
+
+    in_state: Names
+    cut: CutChange | None
+
+
 class UpdateVariables:
     """The check of the variables on which one rank's updates depend.
 
@@ -136,7 +149,7 @@ class UpdateVariables:
         """Record that a block begins."""
         self._history.values = self._of_rank.values = {}
 
-    def search(self, *, joins: bool) -> Names:
+    def search(self, *, joins: bool) -> FoundVariables:
         """Search the source for the variables on which an optimizer depends, at the first step of that optimizer.
 
         Args:
@@ -144,22 +157,23 @@ class UpdateVariables:
                 them.
 
         Returns:
-            Those of the variables that are in the user's state (``state=``), with their places.
+            What the search has found besides the variables that are checked here.
         """
+        found = FoundVariables({}, None)
         if not self._on:
-            return {}
+            return found
         self._warns = self._warns and not joins
-        found: Names = {}
         with warns_of_defects(
             "variables on which the updates depend are not searched, so one that a new process begins again is not "
             "noticed"
         ):
-            found = self._search()
+            places = places_in_script()
+            state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
+            in_state = self._search(places, state)
+            found = FoundVariables(in_state, cut_change(places, state, in_state.keys()))
         return found
 
-    def _search(self) -> Names:
-        places = places_in_script()
-        state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
+    def _search(self, places: Places, state: frozenset[str]) -> Names:
         of_modules = NO_MODULES if self._source is None else module_variables(places, self._source)
         placed = (*placed_variables(places, update=True, state=state), *of_modules.placed)
         by_place = {at: growing_tables(places[: depth + 1]) for depth, at in enumerate(places)}

@@ -1,0 +1,181 @@
+"""Changes of the training that code after a block makes only after a collective: a lost rank would cut them off.
+
+Theory. A step is committed at the end of its block. The code after the block then runs on each rank, and is a part of
+this step. If a rank is lost, a collective in this code raises an error on the other ranks, and the rest of the code is
+not run again. A schedule that this rest moves (``scheduler.step()`` after the mean of a loss) would miss one change,
+and the later updates would be others than those of the undisturbed job. So such a script is refused in its first step.
+
+The code after the block consists of the statements after the ``with`` statement of the step, and of the statements
+after the calls that lead to it, up to the end of the loop over steps. They are followed in the order in which they
+run, with the functions that they call. What counts as a change is defined in ``update_sources.py``. A variable in
+``state=`` on which the updates depend counts as well. Collectives inside of libraries are not found, except for calls
+of distributed models.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator, Sequence, Set
+from typing import NamedTuple
+
+from holdfast.runtime.worker.script_frames import values_of
+from holdfast.session.variables.called_bodies import module_with_bodies
+from holdfast.session.variables.called_functions import LOCAL, CallWithBody, chain
+from holdfast.session.variables.data_flow import assigned_value, targets, value_now, written
+from holdfast.session.variables.deciding_variables import Places, described, inside_scope, is_over_steps
+from holdfast.session.variables.set_once import is_collective
+from holdfast.session.variables.update_sources import changes_in, dotted
+
+HINT = (
+    "make the change before the collective, or call the collective in the block before optimizer.step(), or before the "
+    "next block (`if ... and not step.again:`), where it runs again after a fault; session(verify_block=0) leaves out "
+    "this check"
+)
+_OTHERS = (
+    "barrier",
+    "monitored_barrier",
+    "reduce",
+    "gather",
+    "gather_object",
+    "gather_for_metrics",
+    "scatter",
+)
+"""Collectives that have the names of other functions as well: only those of a distributed library count."""
+_DISTRIBUTED = ("torch.distributed", "torch.nn.parallel.distributed", "accelerate", "lightning")
+_MARK = re.compile(f"{LOCAL}[^.(]*")
+_STEPS = "holdfast.session.steps"
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+
+
+class CutChange(NamedTuple):
+    """A change that runs after a collective in the code after a block.
+
+    Attributes:
+        collective: the called function (``dist.all_reduce()``).
+        change: the called function, or the assigned variable.
+        block: file and line of the block, or of code in it.
+    """
+
+    collective: str
+    change: str
+    block: str
+
+
+def cut_change(places: Places, state: Set[str], variables: Set[str]) -> CutChange | None:
+    """Return the first change of the training that the code after the block makes after a collective.
+
+    Args:
+        places: file and line of the stack frames in the block of a step, the innermost frame first.
+        state: names of containers and tensors that are state of the session.
+        variables: names of the variables in ``state=`` on which the updates depend.
+
+    Returns:
+        The change; None if there is none, or if the block is not found.
+    """
+    collective: ast.AST | None = None
+    for module in _code_after_block(places):
+        changes = changes_in(module, state)
+        for node in _in_order(module):
+            if collective is not None and (id(node) in changes or _writes(node, variables)):
+                return CutChange(_shown(collective), _shown(node), described(places))
+            if collective is None and _is_collective(node):
+                collective = node
+    return None
+
+
+def _code_after_block(places: Places) -> Iterator[ast.Module]:
+    """Yield the statements after the block, for each stack frame from that of the block to that of its loop."""
+    in_block = True
+    for place in places:
+        scope, *inner = inside_scope(*place)
+        if in_block:
+            blocks = [node for node in inner if isinstance(node, ast.With) and _is_block(node, place)]
+            if not blocks:
+                continue
+            inner, in_block = inner[: inner.index(blocks[0]) + 1], False
+        loops = [node for node in inner if isinstance(node, ast.For) and is_over_steps(node, scope)]
+        after = list(_after(inner[inner.index(loops[-1]) :] if loops else [scope, *inner]))
+        if after:
+            yield module_with_bodies(place, after)
+        if loops:
+            return
+
+
+def _is_block(node: ast.With, place: tuple[str, int]) -> bool:
+    names = [chain(item.context_expr) for item in node.items]
+    return any(type(value).__module__.startswith(_STEPS) for value in values_of(names, place).values())
+
+
+def _after(inside: Sequence[ast.AST]) -> Iterator[ast.stmt]:
+    """Yield the statements that run after the innermost node of ``inside``, up to the end of the outermost one.
+
+    Args:
+        inside: nodes of which each contains the next one.
+    """
+    for outer, node in reversed(list(itertools.pairwise(inside))):
+        lists = [value for _, value in ast.iter_fields(outer) if isinstance(value, list)]
+        own = next((each for each in lists if any(part is node for part in each)), [])
+        following = own[next((i + 1 for i, part in enumerate(own) if part is node), 0) :]
+        yield from (part for part in following if isinstance(part, ast.stmt))
+        if isinstance(outer, ast.Try):
+            yield from (part for part in outer.finalbody if own is not outer.finalbody)
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``node`` and the nodes in it, each after the nodes that run before it. The body of a loop comes twice."""
+    if isinstance(node, _Scope):
+        return
+    parts = list(ast.iter_child_nodes(node))
+    if isinstance(node, CallWithBody):
+        parts = [node.func, *node.args, *node.keywords, *node.body]
+    for part in (*parts, *parts) if isinstance(node, ast.For | ast.While) else parts:
+        yield from _in_order(part)
+    yield node
+
+
+def _is_collective(node: ast.AST) -> bool:
+    if is_collective(node):
+        return True
+    match node:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name.partition("@")[0] in _OTHERS:
+            return _is_distributed(value_now(chain(node.func)))
+        case ast.Call(func=ast.Name() | ast.Attribute() as called) if not isinstance(node, CallWithBody):
+            return _is_model(value_now(chain(called)))
+    return False
+
+
+def _is_distributed(function: object) -> bool:
+    module = getattr(function, "__module__", None)
+    return isinstance(module, str) and module.startswith(_DISTRIBUTED)
+
+
+def _is_model(value: object) -> bool:
+    return any(kind.__module__.startswith(_DISTRIBUTED[:2]) for kind in type(value).__mro__) and callable(
+        value
+    )
+
+
+def _writes(node: ast.AST, variables: Set[str]) -> bool:
+    """Return whether ``node`` writes one of ``variables``: by an assignment, or by a method of a container."""
+    names: Set[str] = set()
+    match node:
+        case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr() if assigned_value(node):
+            names = written(targets(node))
+        case ast.Call(func=ast.Attribute(value=owner)):
+            names = {chain(owner)} - {""}
+    return not variables.isdisjoint(names)
+
+
+def _shown(node: ast.AST) -> str:
+    match node:
+        case ast.Call(func=called):
+            text = f"{dotted(called)}()"
+        case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
+            text = ", ".join(map(ast.unparse, targets(node)))
+        case ast.Expr(value=value):
+            return _shown(value)
+        case _:
+            text = type(node).__name__
+    return _MARK.sub("", text)
