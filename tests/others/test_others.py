@@ -361,14 +361,24 @@ def test_a_rank_that_is_lost_ahead_of_the_loop_of_an_epoch_is_replaced(
 def test_code_after_a_block_that_a_loss_cuts_off_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """The other rank waits in the broadcast. Regression: nothing said that the next inputs have another size."""
-    output, ended = run(tmp_path / "cut", "naive", "resized", monkeypatch, KILL=f"{rank}:5")
-    assert "1 fault, 0 steps lost" in output and len(ended) == 2, output
-    assert re.search(
-        r"code after the block of step 5 was cut off \(resized.py:33\) and is not run", output
-    ), output
-    output, _ = run(tmp_path / "whole", "naive", "resized", monkeypatch, KILL=f"{rank}:4")
-    assert "1 fault, 0 steps lost" in output and "cut off" not in output, output
+    """The other rank waits in the sum. Regression: nothing said that this code is not run again."""
+    _, calm = run(tmp_path / "calm", "naive", "logged", monkeypatch)
+    output, ended = run(tmp_path / "cut", "naive", "logged", monkeypatch, KILL=f"{rank}:5")
+    assert "1 fault, 0 steps lost" in output and len(ended) == 2 and ended == calm, output
+    assert re.search(r"code after the block of step 5 was cut off \(logged.py:30\) and is not run", output), (
+        output
+    )
+    output, ended = run(tmp_path / "whole", "naive", "logged", monkeypatch, KILL=f"{rank}:4")
+    assert "1 fault, 0 steps lost" in output and "cut off" not in output and ended == calm, output
+
+
+def test_a_change_that_a_loss_would_cut_off_is_refused_in_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the next inputs had another size after a kill, with exit code 0 and a warning only."""
+    output, ended = run(tmp_path, "naive", "resized", monkeypatch, code=Exit.BAD_INPUT)
+    said = r"changes the training \(kept\['size'\]\) after a collective \(dist.broadcast\(\)"
+    assert re.search(said, output) and not ended, output
 
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.more)])
