@@ -4,6 +4,7 @@ WAY is the place where the schedule moves:
 
 - ``behind``: after the block, after the mean of the losses;
 - ``first``: after the block, before the mean;
+- ``validated``: like ``first``, after a forward pass without gradients;
 - ``block``: in the block.
 
 With ``--kill``, rank 1 is killed once, after the block of this step and before the mean of the losses.
@@ -45,7 +46,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    raw = nn.Linear(4, 1)
+    model = nn.parallel.DistributedDataParallel(raw)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plateau = ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.05)
     numbers = torch.Generator().manual_seed(7 + rank)
@@ -64,7 +66,10 @@ def main() -> None:
                     plateau.step(seen)
             if not step.committed:
                 continue
-            if given.way == "first":
+            if given.way == "validated":
+                with torch.no_grad():
+                    model(inputs[step.number])
+            if given.way in ("first", "validated"):
                 plateau.step(1.0)
             if rank == 1 and step.number == given.kill and not struck.exists():
                 struck.touch()
@@ -73,7 +78,7 @@ def main() -> None:
             if given.way == "behind":
                 plateau.step(seen)
     given.result.mkdir(exist_ok=True)
-    weights = {name: value.tolist() for name, value in model.module.state_dict().items()}
+    weights = {name: value.tolist() for name, value in raw.state_dict().items()}
     rate = optimizer.param_groups[0]["lr"]
     (given.result / str(rank)).write_text(json.dumps([weights, rate]))
 

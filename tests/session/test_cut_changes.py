@@ -177,8 +177,8 @@ def test_a_schedule_after_a_collective_is_refused_in_the_first_step(tmp_path: Pa
 
 @pytest.mark.torch
 @pytest.mark.processes
-@pytest.mark.parametrize("way", ["first", "block"])
-def test_a_schedule_before_the_collective_is_exact_after_a_kill(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("way", ["first", "block", "validated"])
+def test_a_schedule_that_no_collective_precedes_is_exact_after_a_kill(tmp_path: Path, way: str) -> None:
     code, output, calm = run(tmp_path / "calm", way)
     assert code == 0 and len(calm) == 2, output
     code, output, told = run(tmp_path / "killed", way, "--kill", "5")

@@ -9,7 +9,7 @@ The code after the block consists of the statements after the ``with`` statement
 after the calls that lead to it, up to the end of the loop over steps. They are followed in the order in which they
 run, with the functions that they call. What counts as a change is defined in ``update_sources.py``. A variable in
 ``state=`` on which the updates depend counts as well. Collectives inside of libraries are not found, except for calls
-of distributed models.
+of sharded modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import values_of
@@ -43,7 +44,7 @@ _OTHERS = (
     "scatter",
 )
 """Collectives that have the names of other functions as well: only those of a distributed library count."""
-_DISTRIBUTED = ("torch.distributed", "torch.nn.parallel.distributed", "accelerate", "lightning")
+_DISTRIBUTED = ("torch.distributed", "accelerate", "lightning")
 _MARK = re.compile(f"{LOCAL}[^.(]*")
 _STEPS = "holdfast.session.steps"
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
@@ -76,12 +77,10 @@ def cut_change(places: Places, state: Set[str], variables: Set[str]) -> CutChang
     """
     collective: ast.AST | None = None
     for module in _code_after_block(places):
-        changes = changes_in(module, state)
-        for node in _in_order(module):
-            if collective is not None and (id(node) in changes or _writes(node, variables)):
-                return CutChange(_shown(collective), _shown(node), described(places))
-            if collective is None and _is_collective(node):
-                collective = node
+        is_change = partial(_is_change, changes_in(module, state), variables)
+        collective, change = _followed(module, collective, is_change)
+        if collective is not None and change is not None:
+            return CutChange(_shown(collective), _shown(change), described(places))
     return None
 
 
@@ -123,16 +122,36 @@ def _after(inside: Sequence[ast.AST]) -> Iterator[ast.stmt]:
             yield from (part for part in outer.finalbody if own is not outer.finalbody)
 
 
-def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield ``node`` and the nodes in it, each after the nodes that run before it. The body of a loop comes twice."""
+def _followed(
+    node: ast.AST, collective: ast.AST | None, is_change: Callable[[ast.AST], bool]
+) -> tuple[ast.AST | None, ast.AST | None]:
+    """Follow the code in ``node``, each node after those that run before it.
+
+    Args:
+        node: a node of a syntax tree.
+        collective: the first collective before ``node``; None if there is none.
+        is_change: returns whether a node changes the training.
+
+    Returns:
+        The first collective up to the end of ``node``, and the first change after it; None for what there is not.
+    """
     if isinstance(node, _Scope):
-        return
+        return collective, None
     parts = list(ast.iter_child_nodes(node))
     if isinstance(node, CallWithBody):
         parts = [node.func, *node.args, *node.keywords, *node.body]
-    for part in (*parts, *parts) if isinstance(node, ast.For | ast.While) else parts:
-        yield from _in_order(part)
-    yield node
+    before = collective
+    # A second turn of a loop comes after the collectives of the first.
+    for _ in range(2 if isinstance(node, ast.For | ast.While) else 1):
+        for part in parts:
+            collective, change = _followed(part, collective, is_change)
+            if change is not None:
+                return collective, change
+        if collective is before:
+            break
+    if collective is not None and is_change(node):
+        return collective, node
+    return (node if collective is None and _is_collective(node) else collective), None
 
 
 def _is_collective(node: ast.AST) -> bool:
@@ -152,9 +171,18 @@ def _is_distributed(function: object) -> bool:
 
 
 def _is_model(value: object) -> bool:
-    return any(kind.__module__.startswith(_DISTRIBUTED[:2]) for kind in type(value).__mro__) and callable(
-        value
-    )
+    """Return whether a call of ``value`` gathers the parts of a sharded module.
+
+    A session has taken over the broadcast of buffers from ``DistributedDataParallel``, whose forward pass then has no
+    collective.
+    """
+    modules = [kind.__module__ for kind in type(value).__mro__]
+    is_sharded = any(name.startswith("torch.distributed") for name in modules)
+    return callable(value) and is_sharded and "torch.nn.parallel.distributed" not in modules
+
+
+def _is_change(changes: Set[int], variables: Set[str], node: ast.AST) -> bool:
+    return id(node) in changes or _writes(node, variables)
 
 
 def _writes(node: ast.AST, variables: Set[str]) -> bool:
