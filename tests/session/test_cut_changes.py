@@ -25,12 +25,15 @@ class Step(contextlib.nullcontext):
     __module__ = "holdfast.session.steps.step"
     committed, number = True, 0
 
+class Sharded(Thing):
+    __module__ = "torch.distributed.fsdp"
+
 class Session:
     def steps(self):
         return [Step()]
 
 s, scheduler, model, average, log, optimizer = Session(), Thing(), Thing(), Thing(), Thing(), Thing()
-best, tracker = {{"loss": 0.0}}, Thing()
+best, tracker, sharded = {{"loss": 0.0}}, Thing(), Sharded()
 
 def mean(value):
     dist.all_reduce(value)
@@ -101,6 +104,7 @@ CUT: dict[str, tuple[str, CutChange | None]] = {
     "in the end of try": (FINALLY, CutChange("dist.all_reduce()", "", "")),
     "in another block": (BLOCK + SECTION, CutChange("dist.barrier()", "", "")),
     "in the caller": (f"{CALL}mean(loss)\nscheduler.step()", CutChange("dist.all_reduce()", "", "")),
+    "after a sharded module": (f"{BLOCK}sharded(loss)\nscheduler.step()", CutChange("sharded()", "", "")),
     "before the collective": (f"{BLOCK}scheduler.step()\nmean(loss)", None),
     "only a log": (f"{BLOCK}log.write(mean(loss))", None),
     "no collective": (f"{BLOCK}functools.reduce(max, [1])\nscheduler.step()", None),
