@@ -140,5 +140,5 @@ def test_steps_of_a_start_that_no_leader_has_in_its_log_are_a_warning(tmp_path: 
     made = Made(tmp_path, "it")
     made.journal.append("start_forgotten", {"node": "node0", "ranks": [0, 1], "step": 4})
     (warning,) = Watch(made.directory, made.settings).read().warnings
-    assert "ranks 0, 1 on node0 held step 4" in warning and "from its newest checkpoint" in warning
+    assert "processes on node0 held step 4" in warning and "from its newest checkpoint" in warning
     made.close()

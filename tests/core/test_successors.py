@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentGone,
@@ -235,6 +235,24 @@ def test_a_leader_whose_log_lacks_the_start_names_the_steps_that_are_lost() -> N
     job.post(AgentHello(node_id=A, slots=2, pid=1, members=here, host="a", port=7))
     assert job.record("start_forgotten") == {"node": A, "ranks": [0, 1], "step": 7}
     assert [order.member_id for order in job.sent(KillMember)] == [1, 2]
+    job.post(AgentHello(node_id=B, slots=2, pid=1, host="b", port=7))
+    job.open(3)
+    assert job.record("restored")["steps_lost"] == 4
+
+
+def test_the_last_page_names_the_steps_of_a_process_that_its_agent_has_not_heard() -> None:
+    """Regression: the agent had just been started, and its hello said nothing of the steps: none were recorded."""
+    job = Job(world_size=2, nnodes=2, voters=(A, B), term=2)
+    here = tuple(MemberSeen(MemberId(r + 1), NO_GENERATION, -1, 102 + r, "starting", 0) for r in range(2))
+    job.post(AgentHello(node_id=A, slots=2, pid=1, members=here, host="a", port=7))
+    assert not [r for r in job.records if r.kind == "start_forgotten"]
+    for member_id, step in ((1, 6), (2, 7)):
+        exited = MemberExited(
+            member_id=MemberId(member_id), node_id=A, generation=Generation(1, 1), code=None, signal=9,
+            state="ready", step=step,
+        )  # fmt: skip
+        job.post(exited)
+    assert [r.data["step"] for r in job.records if r.kind == "start_forgotten"] == [6, 7]
     job.post(AgentHello(node_id=B, slots=2, pid=1, host="b", port=7))
     job.open(3)
     assert job.record("restored")["steps_lost"] == 4

@@ -28,8 +28,8 @@ WARNINGS = {
     "without it a lost node costs everything",
     "versions_differ": "{what} is {here} on this host, {there} on {node}: they may compute differently; install the "
     "same on every host",
-    "start_forgotten": "the event log of the leader's host does not have the start of this job: ranks {ranks} on "
-    "{node} held step {step} and leave; the job starts again from its newest checkpoint",
+    "start_forgotten": "the event log of the leader's host does not have the start of this job: its "
+    "processes on {node} held step {step} and leave; the job starts again from its newest checkpoint",
     "no_majority": "{reason}: sealing what is committed here, then leaving",
     "stood_still": "the processes of this host stood still for {stood_s:.0f} s (frozen, suspended, or without a CPU): "
     "the other hosts may have continued without this host",

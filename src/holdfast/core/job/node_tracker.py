@@ -55,6 +55,9 @@ class NodeTracker:
         # Nodes that have sent a hello and whose list is not closed yet.
         self._returning: dict[NodeId, frozenset[MemberId]] = {}
         job.roster.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone > 0)
+        # Ranks of processes that a hello named before the start of the job (-1: not known to the agent yet). The log
+        # does not have their start.
+        self._unknown: dict[MemberId, int] = {}
         self._rolled: tuple[NodeId, ...] = ()  # the list of nodes last sent to the agents
         self._may_roll = False
         self._undecided_s: float | None = None  # start of the time without a majority; None: there is one
@@ -128,7 +131,8 @@ class NodeTracker:
 
         If the event log does not have the start of the job, these processes may hold the newest steps: the host of this
         leader lost power before its copy of the log was written. The job cannot continue from these processes, because
-        the log does not have their seats. The loss is recorded.
+        the log does not have their seats. The loss is recorded: now, or from the last status page of a process that its
+        agent has not heard yet.
         """
         job = self.job
         unknown = [m for m in event.members if job.roster.get(m.member_id) is None]
@@ -137,12 +141,20 @@ class NodeTracker:
             job.send_node(
                 event.node_id, KillMember(member_id=member_id, node_id=event.node_id, reason=reason)
             )
-        reports = [RankReport(m.rank, m.state, m.step, alive=True) for m in unknown]
+        if not job.roster.members:
+            self._unknown.update((m.member_id, m.rank) for m in unknown)
+            reports = [RankReport(m.rank, m.state, m.step, alive=True) for m in unknown]
+            self._forget(event.node_id, reports)
+
+    def _forget(self, node_id: NodeId, reports: list[RankReport]) -> None:
+        """Record the steps of processes from a start that the event log does not have, if they hold newer steps."""
+        job = self.job
         held = max((committed_floor(report) or 0 for report in reports), default=0)
-        if not job.roster.members and held > job.step:
-            ranks = sorted(m.rank for m in unknown)
-            job.record("start_forgotten", node=str(event.node_id), ranks=ranks, step=held)
-            job.decide(held)
+        if held > job.step:
+            ranks = sorted(report.rank for report in reports if report.rank >= 0)
+            job.record("start_forgotten", node=str(node_id), ranks=ranks, step=held)
+            if not job.session:
+                job.decide(held)
 
     def _roll(self) -> None:
         """Send the agents the list of present nodes. The leader adapts the electorate to it, one voter at a time.
@@ -361,6 +373,9 @@ class NodeTracker:
         job = self.job
         member = job.roster.get(event.member_id)
         if member is None:
+            if event.member_id in self._unknown:
+                rank = self._unknown.pop(event.member_id)
+                self._forget(event.node_id, [RankReport(rank, event.state, event.step, alive=False)])
             self.recovery.replacement.replaced_exited(event)
             return
         if not member.alive:

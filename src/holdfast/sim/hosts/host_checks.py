@@ -57,7 +57,7 @@ class HostsScene(CheckedScene, Protocol):
     @property
     def workers(self) -> Mapping[MemberId, SimWorker]: ...
     def is_cut_off(self, node_id: NodeId) -> bool: ...
-    def has_start(self, node_id: NodeId) -> bool: ...
+    def has_start(self, node_id: NodeId, term: int) -> bool: ...
 
 
 class JudgedView:
@@ -196,7 +196,7 @@ class HostChecks(Checks):
         if self.view.is_overtaken:
             return
         self.recorded(record)
-        forgotten = record.kind == "start_forgotten" and not self._hosts.has_start(process.host)
+        forgotten = record.kind == "start_forgotten" and not self._hosts.has_start(process.host, process.term)
         self._is_judged |= record.kind == "verdict" or forgotten
         if record.kind == "session_opened":
             step, opened = int(str(record.data["step"])), Generation.parse(str(record.data["generation"]))

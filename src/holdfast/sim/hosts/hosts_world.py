@@ -352,9 +352,10 @@ class HostsWorld(World):
         self.checks.exit_asked = True
         self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
 
-    def has_start(self, node_id: NodeId) -> bool:
-        """Return whether the event log of a host has the start of the job."""
-        return any(line.record.kind == "generation_started" for line in self.hosts[node_id].disk.lines)
+    def has_start(self, node_id: NodeId, term: int) -> bool:
+        """Return whether the event log of a host has a start of the job by a leader before ``term``."""
+        lines = self.hosts[node_id].disk.lines
+        return any(line.record.kind == "generation_started" and line.term < term for line in lines)
 
     def is_cut_off(self, node_id: NodeId) -> bool:
         """Return True if no majority of a host's electorate can have sent it messages in the last ``LEASE_S`` seconds.
