@@ -44,6 +44,22 @@ def evaluate(value):
     log.write(total)
     return total
 
+class Net:
+    def __init__(self):
+        self.training, self._modules = True, {{}}
+    def forward(self, x):
+        if self.training and dist.is_available():
+            mean(x)
+            scheduler.step()
+        elif not self.training:
+            log.write(x)
+    def eval(self):
+        self.training = False
+    def train(self):
+        self.training = True
+
+net = Net()
+
 def follow(source):
     for old, new in zip(average.parameters(), source.parameters()):
         old.mul_(0.9).add_(new)
@@ -105,6 +121,11 @@ CUT: dict[str, tuple[str, CutChange | None]] = {
     "in another block": (BLOCK + SECTION, CutChange("dist.barrier()", "", "")),
     "in the caller": (f"{CALL}mean(loss)\nscheduler.step()", CutChange("dist.all_reduce()", "", "")),
     "after a sharded module": (f"{BLOCK}sharded(loss)\nscheduler.step()", CutChange("sharded()", "", "")),
+    "in training": (
+        f"{BLOCK}net.eval()\nnet.train()\nnet.forward(loss)",
+        CutChange("dist.all_reduce()", "", ""),
+    ),
+    "in evaluation": (f"{BLOCK}net.eval()\nnet.forward(loss)", None),
     "before the collective": (f"{BLOCK}scheduler.step()\nmean(loss)", None),
     "only a log": (f"{BLOCK}log.write(mean(loss))", None),
     "no collective": (f"{BLOCK}functools.reduce(max, [1])\nscheduler.step()", None),

@@ -80,18 +80,22 @@ def with_bodies(
     return _filled(place, inner, lambda: _copies(place[0], nodes))
 
 
-def module_with_bodies(place: tuple[str, int], nodes: Sequence[ast.AST]) -> ast.Module:
+def module_with_bodies(
+    place: tuple[str, int], nodes: Sequence[ast.AST], *, in_present_mode: bool = True
+) -> ast.Module:
     """Return a syntax tree with copies of ``nodes`` in which the script's functions are inlined into their calls.
 
     Args:
         place: file and line that a stack frame executes now; the nodes are in the source of that frame.
         nodes: nodes of ``tree_of(file)``. No node contains another one.
+        in_present_mode: leave out branches by the present values of ``training``. False for code that may call
+            ``eval()``.
     """
 
     def copied() -> list[ast.Module]:
         return [ast.Module(cast("list[ast.stmt]", _copies(place[0], nodes)), [])]
 
-    return _filled(place, (), copied)[0]
+    return _filled(place, (), copied, in_present_mode=in_present_mode)[0]
 
 
 def loop_of_calls(called: Sequence[ast.expr], place: tuple[str, int]) -> tuple[ast.While, list[ast.expr]]:
@@ -112,12 +116,16 @@ def loop_of_calls(called: Sequence[ast.expr], place: tuple[str, int]) -> tuple[a
 
 
 def _filled(
-    place: tuple[str, int], inner: Sequence[tuple[str, int]], made: Callable[[], list[_Node]]
+    place: tuple[str, int],
+    inner: Sequence[tuple[str, int]],
+    made: Callable[[], list[_Node]],
+    *,
+    in_present_mode: bool = True,
 ) -> list[_Node]:
     """Return new nodes of ``made`` with bodies in their calls. The first node contains the others."""
     unsafe = frozenset[str]()
     while nodes := made():
-        bodies = _Bodies(place, inner, nodes[0], Aliases(place, unsafe))
+        bodies = _Bodies(place, inner, nodes[0], Aliases(place, unsafe), in_present_mode=in_present_mode)
         bodies.fill()
         conflicts = bodies.aliases.conflicts
         if conflicts <= unsafe:
@@ -153,12 +161,20 @@ class _Bodies(ast.NodeTransformer):
         inner: file and line of each stack frame that was called from the code of the loop.
         loop: the syntax tree of the loop.
         aliases: the objects behind local names.
+        in_present_mode: as in :func:`module_with_bodies`.
     """
 
     def __init__(
-        self, place: tuple[str, int], inner: Sequence[tuple[str, int]], loop: ast.AST, aliases: Aliases
+        self,
+        place: tuple[str, int],
+        inner: Sequence[tuple[str, int]],
+        loop: ast.AST,
+        aliases: Aliases,
+        *,
+        in_present_mode: bool,
     ) -> None:
         self.aliases = aliases
+        self._in_present_mode = in_present_mode
         self._place = place
         self._inner = inner
         self._loop = loop
@@ -218,9 +234,9 @@ class _Bodies(ast.NodeTransformer):
             case ast.Name(id=name) if name not in self._variables:
                 found = value_at(name, self._place)
                 return found if isinstance(found, bool) else None
-            case ast.Attribute(value=owner, attr="training") if (
-                chain(owner) and "training" not in self._assigned
-            ):
+            case ast.Attribute(attr="training") if not self._in_present_mode or "training" in self._assigned:
+                return None
+            case ast.Attribute(value=owner, attr="training") if chain(owner):
                 holder = instance_of(value_at(chain(owner), self._place))
                 found = holder.get("training") if "_modules" in holder else None
                 return found if isinstance(found, bool) else None

@@ -47,7 +47,6 @@ _OTHERS = (
 _DISTRIBUTED = ("torch.distributed", "accelerate", "lightning")
 _MARK = re.compile(f"{LOCAL}[^.(]*")
 _STEPS = "holdfast.session.steps"
-_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 
 class CutChange(NamedTuple):
@@ -75,12 +74,11 @@ def cut_change(places: Places, state: Set[str], variables: Set[str]) -> CutChang
     Returns:
         The change; None if there is none, or if the block is not found.
     """
-    collective: ast.AST | None = None
+    order = _Order()
     for module in _code_after_block(places):
-        is_change = partial(_is_change, changes_in(module, state), variables)
-        collective, change = _followed(module, collective, is_change)
-        if collective is not None and change is not None:
-            return CutChange(_shown(collective), _shown(change), described(places))
+        change = order.change_in(module, partial(_is_change, changes_in(module, state), variables))
+        if change is not None and order.collective is not None:
+            return CutChange(_shown(order.collective), _shown(change), described(places))
     return None
 
 
@@ -97,7 +95,7 @@ def _code_after_block(places: Places) -> Iterator[ast.Module]:
         loops = [node for node in inner if isinstance(node, ast.For) and is_over_steps(node, scope)]
         after = list(_after(inner[inner.index(loops[-1]) :] if loops else [scope, *inner]))
         if after:
-            yield module_with_bodies(place, after)
+            yield module_with_bodies(place, after, in_present_mode=False)
         if loops:
             return
 
@@ -122,36 +120,65 @@ def _after(inside: Sequence[ast.AST]) -> Iterator[ast.stmt]:
             yield from (part for part in outer.finalbody if own is not outer.finalbody)
 
 
-def _followed(
-    node: ast.AST, collective: ast.AST | None, is_change: Callable[[ast.AST], bool]
-) -> tuple[ast.AST | None, ast.AST | None]:
-    """Follow the code in ``node``, each node after those that run before it.
+class _Order:
+    """The code after a block in the order in which it runs.
 
-    Args:
-        node: a node of a syntax tree.
-        collective: the first collective before ``node``; None if there is none.
-        is_change: returns whether a node changes the training.
-
-    Returns:
-        The first collective up to the end of ``node``, and the first change after it; None for what there is not.
+    Attributes:
+        collective: the first collective so far; None if there was none.
     """
-    if isinstance(node, _Scope):
-        return collective, None
-    parts = list(ast.iter_child_nodes(node))
-    if isinstance(node, CallWithBody):
-        parts = [node.func, *node.args, *node.keywords, *node.body]
-    before = collective
-    # A second turn of a loop comes after the collectives of the first.
-    for _ in range(2 if isinstance(node, ast.For | ast.While) else 1):
-        for part in parts:
-            collective, change = _followed(part, collective, is_change)
-            if change is not None:
-                return collective, change
-        if collective is before:
-            break
-    if collective is not None and is_change(node):
-        return collective, node
-    return (node if collective is None and _is_collective(node) else collective), None
+
+    def __init__(self) -> None:
+        self.collective: ast.AST | None = None
+        self._evaluates = False  # the code has called ``eval()``, and not ``train()`` after it
+
+    def change_in(self, node: ast.AST, is_change: Callable[[ast.AST], bool]) -> ast.AST | None:
+        """Return the first node that changes the training after a collective, and follow the code in ``node``.
+
+        Args:
+            node: a node of a syntax tree, which runs after all nodes so far.
+            is_change: returns whether a node changes the training.
+        """
+        before = self.collective
+        # A second turn of a loop comes after the collectives of the first.
+        for _ in range(2 if isinstance(node, ast.For | ast.While) else 1):
+            for part in self._parts(node):
+                if (change := self.change_in(part, is_change)) is not None:
+                    return change
+            if self.collective is before:
+                break
+        match node:
+            case ast.Call(func=ast.Attribute(attr="eval" | "train" as mode), args=[]):
+                self._evaluates = mode == "eval"
+        if self.collective is not None and is_change(node):
+            return node
+        if self.collective is None and _is_collective(node):
+            self.collective = node
+        return None
+
+    def _parts(self, node: ast.AST) -> list[ast.AST]:
+        """Return the parts of ``node`` that run, in their order."""
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+                return []
+            case CallWithBody():
+                return [node.func, *node.args, *node.keywords, *node.body]
+            case ast.If() if self._evaluates and (value := _in_evaluation(node.test)) is not None:
+                return [node.test, *(node.body if value else node.orelse)]
+        return list(ast.iter_child_nodes(node))
+
+
+def _in_evaluation(test: ast.expr) -> bool | None:
+    """Return the value of a condition about ``training`` after ``eval()``; None if it depends on more."""
+    match test:
+        case ast.Attribute(attr="training"):
+            return False
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            value = _in_evaluation(operand)
+            return None if value is None else not value
+        case ast.BoolOp(op=op, values=values):
+            decides = isinstance(op, ast.Or)
+            return decides if decides in map(_in_evaluation, values) else None
+    return None
 
 
 def _is_collective(node: ast.AST) -> bool:
