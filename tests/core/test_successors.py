@@ -162,6 +162,20 @@ def test_a_decision_waits_for_the_lists_of_all_agents() -> None:
     assert job.record("adopted")["dead"] == [1, 2] and job.record("planned")["step"] == 6
 
 
+def test_a_member_that_is_seated_after_a_hello_is_not_missing_in_it() -> None:
+    """Regression: it was declared lost by a list from before its start, while its agent was starting it."""
+    job = live(2)
+    raises(job, 0)
+    says(job, 1, "aborted")
+    job.post(AgentGone(node_id=NODE))
+    job.post(AgentHello(node_id=NODE, slots=2, pid=2))
+    job.exit(0, "compute", 5)
+    newcomer = job.sent(StartMembers)[-1].members[0].member_id
+    job.post(AgentBeat(node_id=NODE))
+    lost = [r.data["member_id"] for r in job.records if r.kind == "member_lost"]
+    assert lost == [2] and newcomer != 2, "rank 1 was seated before the hello"
+
+
 def joins(job: Job, rank: int, step: int) -> None:
     """Let a replacement take its state and join, and let all ranks commit the next step."""
     member, generation = job.members[rank], job.generation

@@ -2,11 +2,11 @@
 
 Theory. An agent's reports about the processes of its node count as facts. Its hello lists the living processes.
 Next it repeats the last messages of each worker (exits, layouts and others). Then its heartbeats begin. So the first
-heartbeat after a hello closes the list. A member that is not in the list and was not reported dead is lost, and has
-left no status page. A controller of a later term seats the members of the event log and waits for these lists
-("adopting"). Then it either leaves all workers undisturbed or starts a recovery. A recovery that a fault starts during
-this wait makes its decision after the wait: a list that is still open lacks the members which that decision would seat,
-so these members would be taken for lost.
+heartbeat after a hello closes the list. A member that was seated before the hello, is not in the list and was not
+reported dead is lost, and has left no status page. A controller of a later term seats the members of the event log and
+waits for these lists ("adopting"). Then it either leaves all workers undisturbed or starts a recovery. A recovery that
+a fault starts during this wait makes its decision after the wait: before, a state in memory or the last words of a
+rank may not be known yet.
 
 Invariants:
 1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or because it survives
@@ -52,7 +52,8 @@ class NodeTracker:
         self.recovery = recovery
         self.ending = ending
         self._past = past
-        # Nodes that have sent a hello and whose list is not closed yet.
+        # By node that has sent a hello and whose list is not closed yet: the members that the hello did not name.
+        # Members that are seated after the hello are started by this agent.
         self._returning: dict[NodeId, frozenset[MemberId]] = {}
         job.roster.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone > 0)
         # Ranks of processes that a hello named before the start of the job (-1: not known to the agent yet). The log
@@ -105,17 +106,18 @@ class NodeTracker:
         seen = {m.member_id: m for m in event.members}
         for member in job.roster.on_node(event.node_id):
             if member.member_id in seen:
-                here = seen[member.member_id]
-                member.started, member.pid = True, here.pid
-                if here.state != "starting":
+                found = seen[member.member_id]
+                member.started, member.pid = True, found.pid
+                if found.state != "starting":
                     member.said_hello = True
-                    member.report(here.state, here.step)
+                    member.report(found.state, found.step)
                 if member.kill_reason:  # the order may have been lost with the previous agent
                     job.kill(member, member.kill_reason, 0.0 if job.session else job.config.term_grace_s)
         if not job.config.library:
             self._remove_unknown(event)
         if job.roster.members:
-            self._returning[event.node_id] = frozenset(seen)
+            here = job.roster.on_node(event.node_id)
+            self._returning[event.node_id] = frozenset(m.member_id for m in here) - seen.keys()
         elif self.ending.stopping is not None:
             if job.is_assembled:
                 self.ending.exited()
@@ -190,10 +192,10 @@ class NodeTracker:
             self._back(node_id)
         self.job.liveness.beat(node_id, now)
         self._launch_waiting(now)
-        seen = self._returning.pop(node_id, None)
-        if seen is None:
+        missing = self._returning.pop(node_id, None)
+        if missing is None:
             return
-        gone = [m for m in self.job.roster.on_node(node_id) if m.member_id not in seen]
+        gone = [m for m in self.job.roster.on_node(node_id) if m.member_id in missing]
         # An order to start may have been lost with the previous agent. A member that was to be killed is not
         # missed.
         unstarted = [m for m in gone if not (m.started or m.kill_reason or self.job.roster.adopting)]
