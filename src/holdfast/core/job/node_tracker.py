@@ -117,7 +117,7 @@ class NodeTracker:
             self._remove_unknown(event)
         if job.roster.members:
             here = job.roster.on_node(event.node_id)
-            self._returning[event.node_id] = frozenset(m.member_id for m in here) - seen.keys()
+            self._returning[event.node_id] = frozenset(m.member_id for m in here if m.member_id not in seen)
         elif self.ending.stopping is not None:
             if job.is_assembled:
                 self.ending.exited()
