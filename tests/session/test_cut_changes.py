@@ -69,6 +69,11 @@ def train(step, found):
         found()
 {inner}
 
+def learn(steps, found):
+    for step in steps:
+        with step:
+            found()
+
 def main(found):
     loss = Thing()
     for step in s.steps():
@@ -178,6 +183,13 @@ def test_a_change_after_a_collective_is_found(tmp_path: Path, form: str) -> None
 def test_a_change_in_the_function_of_the_block_is_found(tmp_path: Path) -> None:
     found = found_in(tmp_path, code=CALL, inner="mean(step)\nscheduler.step()")
     assert found and (found.collective, found.change) == ("dist.all_reduce()", "scheduler.step()")
+
+
+def test_a_loop_over_steps_may_get_them_as_an_argument(tmp_path: Path) -> None:
+    """Regression: the code after the loop, which runs again after a fault, was refused."""
+    assert (
+        found_in(tmp_path, code="break", end="learn(s.steps(), found)\nmean(loss)\nscheduler.step()") is None
+    )
 
 
 def test_code_after_the_loop_is_no_code_after_the_block(tmp_path: Path) -> None:

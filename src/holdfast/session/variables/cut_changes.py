@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -92,7 +92,7 @@ def _code_after_block(places: Places) -> Iterator[ast.Module]:
             if not blocks:
                 continue
             inner, in_block = inner[: inner.index(blocks[0]) + 1], False
-        loops = [node for node in inner if isinstance(node, ast.For) and is_over_steps(node, scope)]
+        loops = [node for node in inner if isinstance(node, ast.For) and _gives_steps(node, scope, place)]
         after = list(_after(inner[inner.index(loops[-1]) :] if loops else [scope, *inner]))
         if after:
             yield module_with_bodies(place, after, in_present_mode=False)
@@ -101,7 +101,15 @@ def _code_after_block(places: Places) -> Iterator[ast.Module]:
 
 
 def _is_block(node: ast.With, place: tuple[str, int]) -> bool:
-    names = [chain(item.context_expr) for item in node.items]
+    return _has_step([chain(item.context_expr) for item in node.items], place)
+
+
+def _gives_steps(loop: ast.For, scope: ast.AST, place: tuple[str, int]) -> bool:
+    """Return whether ``loop`` is a loop over steps. The script may have given it the steps as an argument."""
+    return is_over_steps(loop, scope) or _has_step(written([loop.target]), place)
+
+
+def _has_step(names: Iterable[str], place: tuple[str, int]) -> bool:
     return any(type(value).__module__.startswith(_STEPS) for value in values_of(names, place).values())
 
 
