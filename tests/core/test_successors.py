@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.ids import NO_GENERATION, Generation, LayoutVersion, MemberId, NodeId
+from holdfast.core.protocol.layout_messages import Layout
 from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentGone,
@@ -11,6 +12,7 @@ from holdfast.core.protocol.messages import (
     Fence,
     Joined,
     KillMember,
+    LayoutPublished,
     Leave,
     MemberExited,
     MemberSeen,
@@ -175,6 +177,19 @@ def test_a_member_that_is_seated_after_a_hello_is_not_missing_in_it() -> None:
     assert [order.member_id for order in job.sent(KillMember)][-1] == newcomer
     job.post(AgentBeat(node_id=NODE))
     assert not [r for r in job.records if r.kind == "member_lost"], "it may still be about to start"
+
+
+def test_the_layout_of_a_dead_member_counts() -> None:
+    """Regression: it arrived after the exit and was dropped, so no rank could save, and all steps were lost."""
+    job = live(2)
+    job.exit(0, "compute", 5)
+    version = LayoutVersion(job.controller.job.roster.generation, 7)
+    published = LayoutPublished(
+        member_id=MemberId(1), generation=Generation(1, 1), rank=0, version=version, layout=Layout(b"0", b""),
+        size_bytes=0,
+    )  # fmt: skip
+    job.post(published)
+    assert job.controller.job.roster.layouts[0].version == version
 
 
 def joins(job: Job, rank: int, step: int) -> None:

@@ -132,6 +132,10 @@ class JudgedView:
         seated = {rank: workers[member] for rank, member in sorted(seats.items()) if member in workers}
         return {rank: worker for rank, worker in seated.items() if worker.member_id not in self._lost}
 
+    def pass_all(self) -> None:
+        """Record that all ranks start again, maybe at an older step: no replaced process so far is evidence."""
+        self._passed |= set(self._scene.workers)
+
     @property
     def is_overtaken(self) -> bool:
         """True if the controller is deposed: a living rank obeys a later leader, and refuses orders of this one.
@@ -195,6 +199,8 @@ class HostChecks(Checks):
         self.view.of(process)
         if self.view.is_overtaken:
             return
+        if record.kind == "generation_started" and not record.data["in_place"]:
+            self.view.pass_all()
         self.recorded(record)
         forgotten = record.kind == "start_forgotten" and not self._hosts.has_start(process.host, process.term)
         self._is_judged |= record.kind == "verdict" or forgotten
