@@ -206,15 +206,14 @@ class Controller:
     def _from_worker(self, now: float, event: Message) -> None:
         member_id = getattr(event, "member_id", None)
         member = self.job.roster.get(member_id) if member_id is not None else None
-        if member is not None and isinstance(event, LayoutPublished):
-            # On a slow network, it may arrive after the exit of the member.
-            self._layout_published(member, event)
-            return
-        if member is None or not member.alive:
+        # On a slow network, a layout may arrive after the exit of its member.
+        if member is None or not (member.alive or isinstance(event, LayoutPublished)):
             return
         match event:
             case SessionOpened():
                 self._session_opened(now, member, event)
+            case LayoutPublished():
+                self._layout_published(member, event)
             case WorkerFailed():
                 self._worker_failed(now, member, event)
             case ExitAsked():

@@ -162,8 +162,7 @@ class Checks:
 
     def recorded(self, record: LogRecord) -> None:
         """Check the invariants when the controller has written a record to its event log."""
-        starts = record.kind == "generation_started" and not record.data["in_place"]  # its orders may be lost
-        if starts or record.kind == "resumed" or (record.kind == "restored" and record.data["steps_lost"]):
+        if record.kind == "resumed" or (record.kind == "restored" and record.data["steps_lost"]):
             self.scene.replaced = []  # from now on, a rank may be at an earlier step than the replaced processes were
         if record.kind == "planned":
             self._planned(record)

@@ -502,13 +502,13 @@ class World:
             f"w{worker.member_id}",
             worker.node_id,
             type(message).__name__,
-            lambda: self._hear(agent, worker, message),
+            lambda: self._hear(agent, message),
             worker.node_id,
         )
 
-    def _hear(self, agent: SimAgent, worker: SimWorker, message: Message) -> None:
+    def _hear(self, agent: SimAgent, message: Message) -> None:
         # The shell of the agent refuses the connection of a process whose exit it has reported.
-        if not (worker.member_id in agent.reported and isinstance(message, WorkerHello)):
+        if not (isinstance(message, WorkerHello) and message.member_id in agent.reported):
             self._feed_agent(agent, message)
 
     def _report_exit(self, agent: SimAgent, event: MemberExited) -> None:

@@ -106,18 +106,18 @@ class NodeTracker:
         seen = {m.member_id: m for m in event.members}
         for member in job.roster.on_node(event.node_id):
             if member.member_id in seen:
-                found = seen[member.member_id]
-                member.started, member.pid = True, found.pid
-                if found.state != "starting":
+                here = seen[member.member_id]
+                member.started, member.pid = True, here.pid
+                if here.state != "starting":
                     member.said_hello = True
-                    member.report(found.state, found.step)
+                    member.report(here.state, here.step)
                 if member.kill_reason:  # the order may have been lost with the previous agent
                     job.kill(member, member.kill_reason, 0.0 if job.session else job.config.term_grace_s)
         if not job.config.library:
             self._remove_unknown(event)
         if job.roster.members:
-            here = job.roster.on_node(event.node_id)
-            self._returning[event.node_id] = frozenset(m.member_id for m in here if m.member_id not in seen)
+            seated = (member.member_id for member in job.roster.on_node(event.node_id))
+            self._returning[event.node_id] = frozenset(each for each in seated if each not in seen)
         elif self.ending.stopping is not None:
             if job.is_assembled:
                 self.ending.exited()
@@ -266,13 +266,8 @@ class NodeTracker:
 
     def _adopt_if_closed(self, now: float) -> bool:
         """Adopt the living members once every node is lost or has closed its list. Return True if that happened now."""
-        job = self.job
-        if (
-            not job.roster.adopting
-            or self._returning
-            or job.ended
-            or not job.roster.nodes <= job.slots.keys()
-        ):
+        job, roster = self.job, self.job.roster
+        if not roster.adopting or self._returning or job.ended or not roster.nodes <= job.slots.keys():
             return False
         self._adopt(now)
         return True
@@ -280,7 +275,7 @@ class NodeTracker:
     def _adopt(self, now: float) -> None:
         """Leave the workers undisturbed. If a member was lost while the controller was replaced, start a recovery."""
         job, roster = self.job, self.job.roster
-        job.roster.adopting = False
+        roster.adopting = False
         dead = [m for m in roster.members if not m.alive]
         fenced = job.generation > roster.generation
         # For a fault that was reported before all lists were closed.
@@ -491,9 +486,8 @@ class NodeTracker:
                 self.node_lost(now, event.node_id, event.reason)
         self._adopt_if_closed(now)
         self._look_at_majority(now)
-        if (
-            self._may_roll and not job.roster.adopting
-        ):  # otherwise a node with free slots may be about to join
+        # Before the adoption, a node with free slots may be about to join.
+        if self._may_roll and not job.roster.adopting:
             announce(now, job)
         self.recovery.grow(now)
 

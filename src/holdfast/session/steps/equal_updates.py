@@ -131,9 +131,7 @@ class EqualUpdates:
             found = self.variables.search(joins=self._replaces)
             self.in_state.add(found.in_state)
             self._cut = self._cut or found.cut
-        if (
-            self._cut is not None
-        ):  # also in the later runs of the first block: its first one may be a rehearsal
+        if self._cut is not None:  # in each run of the first block, because a rehearsal excuses errors
             raise StepError(
                 f"the code after the block changes the training ({self._cut.change}) after a collective "
                 f"({self._cut.collective}; block at {self._cut.block}). A rank that is lost in the collective would "

@@ -240,25 +240,23 @@ class _Bodies(ast.NodeTransformer):
                 holder = instance_of(value_at(chain(owner), self._place))
                 found = holder.get("training") if "_modules" in holder else None
                 return found if isinstance(found, bool) else None
-            case ast.Attribute() if (option := self._option(test)) is not None:
-                return bool(option.value)
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARES:
-                option = self._option(left)
-                if option is not None and _is_constant(right):
-                    return bool(_COMPARES[type(op)](option.value, ast.literal_eval(right)))
+            case ast.Attribute() if (option := self._option(test)) is not ...:
+                return bool(option)
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if (
+                type(op) in _COMPARES and _is_constant(right) and (option := self._option(left)) is not ...
+            ):
+                return bool(_COMPARES[type(op)](option, ast.literal_eval(right)))
         return None
 
-    def _option(self, test: ast.expr) -> ast.Constant | None:
-        """Return the value of an option of ``argparse`` that the loop does not change; None for other expressions."""
+    def _option(self, test: ast.expr) -> object:
+        """Return the value of an option of ``argparse`` that the loop does not change; ``...`` if it is none."""
         match test:
             case ast.Attribute(value=owner, attr=name) if chain(owner) and name not in self._assigned:
                 options = value_at(chain(owner), self._place)
-                found = (
-                    instance_of(options).get(name, ...) if isinstance(options, argparse.Namespace) else ...
-                )
-                if isinstance(found, bool | int | float | str | None):
-                    return ast.Constant(found)
-        return None
+                found = instance_of(options).get(name, ...)
+                if isinstance(options, argparse.Namespace) and isinstance(found, int | float | str | None):
+                    return found
+        return ...
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         self.generic_visit(node)

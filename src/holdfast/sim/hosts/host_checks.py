@@ -200,7 +200,7 @@ class HostChecks(Checks):
         if self.view.is_overtaken:
             return
         if record.kind == "generation_started" and not record.data["in_place"]:
-            self.view.pass_all()
+            self.view.pass_all()  # also if the orders to start are lost
         self.recorded(record)
         forgotten = record.kind == "start_forgotten" and not self._hosts.has_start(process.host, process.term)
         self._is_judged |= record.kind == "verdict" or forgotten

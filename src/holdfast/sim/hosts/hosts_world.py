@@ -30,7 +30,7 @@ from holdfast.core.protocol.messages import (
     Send,
     StartMembers,
 )
-from holdfast.core.protocol.peer_messages import Claim, JobFormed, WitnessReply
+from holdfast.core.protocol.peer_messages import Claim, JobFormed, VoterSet, WitnessReply
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
 from holdfast.sim.hosts.controller_process import ControllerProcess
@@ -365,16 +365,14 @@ class HostsWorld(World):
         host = self.hosts[node_id]
         electorates = [host.disk.ballot.electorate]
         if host.council is not None and self.now - host.council.notice.at_s <= NOTICE_S:
-            electorates.append(
-                host.council.notice.before
-            )  # the controller may not have received the notice yet
-        if None in electorates or not host.is_steady:
-            return False
-        return not any(
-            sum(self._may_hear(node_id, voter) for voter in each.voters) >= each.quorum
-            for each in electorates
-            if each is not None
-        )
+            electorates.append(host.council.notice.before)  # the controller may not know the change yet
+        return host.is_steady and not any(self._may_hear_majority(node_id, each) for each in electorates)
+
+    def _may_hear_majority(self, node_id: NodeId, electorate: VoterSet | None) -> bool:
+        """Return True if a majority of ``electorate`` may be heard on a host, or if there is no electorate."""
+        if electorate is None:
+            return True
+        return sum(self._may_hear(node_id, voter) for voter in electorate.voters) >= electorate.quorum
 
     def _may_hear(self, node_id: NodeId, other: NodeId) -> bool:
         return self.network.silence_s(other, node_id) <= LEASE_S
