@@ -121,6 +121,11 @@ CUT: dict[str, tuple[str, CutChange | None]] = {
         f"{BLOCK}mean(loss)\ntracker.best = 1",
         CutChange("dist.all_reduce()", "tracker.best", ""),
     ),
+    "an item of a list": (
+        f"{BLOCK}mean(loss)\ntracker.best.append(1)",
+        CutChange("dist.all_reduce()", "tracker.best.append()", ""),
+    ),
+    "only read": (f"{BLOCK}mean(loss)\nlog.write(tracker.best.item())", None),
     "in a loop": (BLOCK + IN_LOOP, CutChange("dist.all_reduce()", "", "")),
     "in the end of try": (FINALLY, CutChange("dist.all_reduce()", "", "")),
     "in another block": (BLOCK + SECTION, CutChange("dist.barrier()", "", "")),

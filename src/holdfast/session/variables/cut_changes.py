@@ -24,7 +24,7 @@ from typing import NamedTuple
 from holdfast.runtime.worker.script_frames import values_of
 from holdfast.session.variables.called_bodies import module_with_bodies
 from holdfast.session.variables.called_functions import LOCAL, CallWithBody, chain
-from holdfast.session.variables.data_flow import assigned_value, targets, value_now, written
+from holdfast.session.variables.data_flow import assigned_value, changed_by, targets, value_now, written
 from holdfast.session.variables.deciding_variables import Places, described, inside_scope, is_over_steps
 from holdfast.session.variables.set_once import is_collective
 from holdfast.session.variables.update_sources import changes_in, dotted
@@ -221,13 +221,13 @@ def _is_change(changes: Set[int], variables: Set[str], node: ast.AST) -> bool:
 
 
 def _writes(node: ast.AST, variables: Set[str]) -> bool:
-    """Return whether ``node`` writes one of ``variables``: by an assignment, or by a method of a container."""
+    """Return whether ``node`` writes one of ``variables``: by an assignment, or by a call that changes it."""
     names: Set[str] = set()
     match node:
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr() if assigned_value(node):
             names = written(targets(node))
-        case ast.Call(func=ast.Attribute(value=owner)):
-            names = {chain(owner)} - {""}
+        case ast.Call() if (change := changed_by(node)) is not None:
+            names = {change[0]}
     return not variables.isdisjoint(names)
 
 

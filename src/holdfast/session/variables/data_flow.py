@@ -415,7 +415,7 @@ def _caches(block: ast.AST) -> set[str]:
     for each in ast.walk(block):
         if isinstance(each, ast.If):
             caches |= _made_again(each, block, every, stored)
-    changed = (_changed_by(node) for node in ast.walk(block) if isinstance(node, ast.Call))
+    changed = (changed_by(node) for node in ast.walk(block) if isinstance(node, ast.Call))
     return caches - {name for name, *_ in filter(None, changed)}
 
 
@@ -681,7 +681,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             for part in node.body if isinstance(node.body, list) else []:
                 yield from _items(part)
-        case ast.Call() if not results and (change := _changed_by(node)) is not None:
+        case ast.Call() if not results and (change := changed_by(node)) is not None:
             yield from _change(node, *change)
         case CallWithBody() if results:
             for part in node.results():
@@ -767,7 +767,7 @@ def _with_container(use: VariableUse) -> Iterator[VariableUse]:
         yield VariableUse(container, True, None)
 
 
-def _changed_by(call: ast.Call) -> tuple[str, bool] | None:
+def changed_by(call: ast.Call) -> tuple[str, bool] | None:
     """Return the variable that a call changes, and whether the call leaves nothing of its earlier content.
 
     The result is None if no variable is known to change.
