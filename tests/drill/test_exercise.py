@@ -17,15 +17,46 @@ from holdfast.core.job.fault import SEEN
 from holdfast.drill import train
 from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.exercise import Drill, DrillVerdict, Exercise, require_torch
-from holdfast.drill.fault_spec import DEATHS, PHASES, UNVOTED, InjectedFault
+from holdfast.drill.fault_spec import DEATHS, UNVOTED, InjectedFault
 from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
 from holdfast.runtime.node.run_settings import RunSettings
 from tests.ranks import statuses
-from tests.soak.matrix import NPROC, PAIRED, SPACING, VICTIMS, drill_for, pairwise
+from tests.soak.matrix import NPROC, PAIRED, PHASES, SPACING, VICTIMS, drill_for, pairwise
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(400)]
 SEED = 3
+EPOCHS = """
+import types
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import holdfast
+
+dist.init_process_group("gloo")
+torch.manual_seed(7)
+model = DistributedDataParallel(nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+data = torch.utils.data.TensorDataset(torch.randn(32, 6))
+sampler = torch.utils.data.DistributedSampler(data)
+loader = torch.utils.data.DataLoader(data, 4, sampler=sampler)
+scale, name = types.SimpleNamespace(value=1.0), "value"
+with holdfast.session(model=model, optimizer=optimizer, scheduler=schedule, checkpoint="ckpt") as s:
+    for epoch in s.epochs(8):
+        for step in s.steps(loader):
+            with step as (x,):
+                optimizer.zero_grad()
+                (model(x * scale.value) ** 2).mean().backward()
+                optimizer.step()
+            # next block
+        schedule.step()
+        with s.section("evaluation"):
+            total = (model.module.weight ** 2).sum().detach()
+            dist.all_reduce(total)
+dist.destroy_process_group()
+"""
 
 
 def bare_digest(directory: Path, layout: str, steps: int, compared: Sequence[str] = COMPARED) -> str:
@@ -204,8 +235,41 @@ def test_a_script_of_the_user(tmp_path: Path) -> None:
     exercise = Exercise((str(script), "--steps", "30"), 2, results=False)
     drill = Drill(tmp_path / "drill", exercise, SEED, lambda _name, _step, _done: None)
     verdict = drill.disturbed("disturbed", drill.plan([]))
-    assert verdict.passed and len(verdict.faults) == 1, verdict
+    assert verdict.passed and len(verdict.faults) == 2, verdict
     assert not (tmp_path / "ckpts").exists()
+
+
+def test_a_script_is_hit_outside_of_its_blocks(tmp_path: Path) -> None:
+    """The code of the script after a block, in a section, and after an epoch has phases of its own."""
+    script = tmp_path / "mine.py"
+    script.write_text(EPOCHS)
+    drill = Drill(tmp_path / "drill", Exercise((str(script),), 2, results=False), SEED, lambda *_: None)
+    places = [(2, "ready"), (7, "loading"), (12, "section"), (17, "epoch")]
+    kills = [InjectedFault("kill", (n % 2,), step, phase) for n, (step, phase) in enumerate(places)]
+    exits = [InjectedFault("exit", (1,), 22, "epoch"), InjectedFault("exception", (0,), 27, "ready")]
+    verdict = drill.disturbed("disturbed", [*kills, *exits])
+    assert verdict.passed, verdict
+    assert [fault.phase for fault in verdict.faults] == [
+        "ready",
+        "loading",
+        "section",
+        "ready",
+        "epoch",
+        "ready",
+    ]
+    assert [fault.step for fault in verdict.faults] == [2, 7, 12, 20, 24, 27]
+
+
+def test_a_drill_fails_if_state_begins_again(tmp_path: Path) -> None:
+    """The name of the attribute is in a variable, and the script changes it after some steps only."""
+    script = tmp_path / "mine.py"
+    change = "if step.number > 4: setattr(scale, name, getattr(scale, name) * 0.9)"
+    changed = EPOCHS.replace("# next block", change)
+    assert changed != EPOCHS
+    script.write_text(changed)
+    drill = Drill(tmp_path / "drill", Exercise((str(script),), 2, results=False), SEED, lambda *_: None)
+    verdict = drill.disturbed("disturbed", drill.plan([]))
+    assert drill.undisturbed().code == 0 and len(verdict.faults) >= 1 and not verdict.passed, verdict
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,12 @@ from pathlib import Path
 
 from holdfast.drill.exercise import LAYOUTS as ALL_LAYOUTS
 from holdfast.drill.exercise import Drill, DrillVerdict, require_torch, small
-from holdfast.drill.fault_spec import DEATHS, DOUBT, MOMENT, PHASES, UNVOTED, InjectedFault, Kind
+from holdfast.drill.fault_spec import DEATHS, DOUBT, MOMENT, STEP_PHASES, UNVOTED, InjectedFault, Kind
 from holdfast.text import plural
 
 NPROC = 4
+PHASES = (*STEP_PHASES, "save")
+"""The phases that the training of the drill has."""
 PAIRED = ("ddp", "hsdp")
 LAYOUTS = (*PAIRED, "fsdp")
 VICTIMS = (0, 2)

@@ -164,12 +164,16 @@ class Drill:
     def plan(self, specs: Sequence[FaultSpec]) -> list[InjectedFault]:
         """Return the faults to inject.
 
-        Without ``--fault`` the only fault is the kill of a random rank at a random step.
+        Without ``--fault`` a random rank is killed at a random moment. A script of the user gets a second kill, after
+        the block of a later step: the code that follows there is not a part of the drill's own training.
         """
         steps = self.undisturbed().step
         if not specs:
             step = random.Random(self.seed).randrange(steps // 4, max(steps // 4 + 1, steps * 3 // 4))
             specs = [parse_fault(f"kill:rank=random@step={step}")]
+            later = step + max(1, steps // 8)
+            if not self.exercise.results and later < steps:
+                specs.append(parse_fault(f"kill:rank=random@step={later},phase=ready"))
         return expand(specs, world_size=self.exercise.nproc, steps=steps, seed=self.seed)
 
     def disturbed(self, name: str, faults: Sequence[InjectedFault]) -> DrillVerdict:

@@ -13,8 +13,15 @@ KIND is a death, a hang or a flip:
   never yields);
 - ``flip``: a bit in the memory of a rank that continues to run (drill model only).
 
-R is a rank, ``random``, or several ranks joined by ``+`` (hit at the same time). P is a phase of the step, or
-``random``. A kill or stop without a phase comes at a random moment of the step.
+R is a rank, ``random``, or several ranks joined by ``+`` (hit at the same time). P is a phase, or ``random``: a phase
+that every step has. A kill or stop without a phase comes at a random moment of the step. The phases of the block of
+step N are ``forward``, ``backward``, ``vote``, ``update`` and ``commit``. The phases outside of a block are:
+
+- ``ready``: the block of step N - 1 has ended, and the code of the script after it follows;
+- ``loading``: the script asks for the batch of step N;
+- ``save``: the session saves a checkpoint of step N;
+- ``section``: a section that the script has announced begins;
+- ``epoch``: the loop over the steps of an epoch has ended, and the code of the script after this loop follows.
 """
 
 from __future__ import annotations
@@ -35,9 +42,9 @@ HANGS: tuple[Hang, ...] = get_args(Hang)
 FLIPS: tuple[Flip, ...] = get_args(Flip)
 KINDS: tuple[Kind, ...] = (*DEATHS, *HANGS, *FLIPS)
 FROM_OUTSIDE = ("kill", "stop")
-PHASES = ("forward", "backward", "vote", "update", "commit", "save")
-STEP_PHASES = PHASES[:-1]
-"""Phases that every step has. A step has the phase ``save`` only if the script saves."""
+STEP_PHASES = ("forward", "backward", "vote", "update", "commit", "ready")
+"""Phases that every step has, whatever the script does."""
+PHASES = (*STEP_PHASES, "save", "loading", "section", "epoch")
 MOMENT = "moment"
 """The phase of a fault that comes after a random delay, in whatever phase the step is then."""
 DOUBT = "doubt"

@@ -22,8 +22,18 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.core.protocol.status_page import Phase, TrapAction, Word, pack_trap
-from holdfast.drill.fault_spec import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, UNVOTED, InjectedFault, Kind
+from holdfast.core.protocol.status_page import EPOCH_END, Phase, TrapAction, Word, pack_trap
+from holdfast.drill.fault_spec import (
+    DOUBT,
+    FLIPS,
+    FROM_OUTSIDE,
+    HANGS,
+    MOMENT,
+    PHASES,
+    UNVOTED,
+    InjectedFault,
+    Kind,
+)
 from holdfast.drill.observer import GONE, ObservedRun, PageSeen
 from holdfast.runtime.node.process_info import alive
 from holdfast.runtime.node.rundir import open_log
@@ -51,6 +61,11 @@ ACTIONS: dict[Kind, TrapAction] = {
     "loader": TrapAction.WAIT,
     "flip": TrapAction.FLIP,
     "flip-optimizer": TrapAction.FLIP_STATE,
+}
+TRAP_PHASES: dict[str, int] = {
+    **{phase: Phase[phase.upper()] for phase in PHASES if phase != "epoch"},
+    "epoch": EPOCH_END,
+    UNVOTED: Phase.VOTE,
 }
 SIGNALS: dict[Kind, signal.Signals] = {"stop": signal.SIGSTOP}
 """Signals that the injector sends; SIGKILL for kinds that are not listed."""
@@ -177,7 +192,7 @@ class FaultInjector:
             return None if page.state()[1] in GONE else self._hit(fault.kind, victims)
         if fault.phase == DOUBT:
             return self._strike_in_doubt(page, fault, victims)
-        phase = Phase.VOTE if fault.phase == UNVOTED else Phase[fault.phase.upper()]
+        phase = TRAP_PHASES[fault.phase]
         page[Word.TRAP] = pack_trap(ACTIONS[fault.kind], phase, fault.step)
         if not self._wait_sprung(page, victims[0].pid):
             return None

@@ -55,7 +55,8 @@ DEFAULT_STEPS = 40
 @click.option("--fault", "faults", multiple=True, metavar="FAULT",
               help=f"KIND:rank=R|random@step=N|every=N[,phase=P], repeatable. KIND: {', '.join(DEATHS)}; hangs: "
               f"{', '.join(HANGS)}; flip (a bit of a weight, or ,of=optimizer). "
-              f"Phases: {', '.join(PHASES)}, random. Default: a kill at a random step.")  # fmt: skip
+              f"Phases: {', '.join(PHASES)}, random. ready: in the code after a block; epoch: in the code after an "
+              "epoch. Default: a kill at a random step; with SCRIPT a second one in the phase ready.")  # fmt: skip
 @click.option("--nproc", "--nproc-per-node", "--nproc_per_node", type=click.IntRange(1, 64), default=4,
               show_default=True, help="Workers.")  # fmt: skip
 @click.option("--size", type=click.Choice(["tiny", "small", "10m"]), default="10m", show_default=True,

@@ -124,11 +124,21 @@ def unpack_state(word: int) -> tuple[int, Phase]:
     return word >> 8, Phase(word & 0xFF)
 
 
-def pack_trap(action: TrapAction, phase: Phase, step: int) -> int:
-    """Return the trap of a drill packed into one word. The action must fit 7 bits, the phase 8 and the step 48."""
+EPOCH_END = 0xFF
+"""In a trap, in the place of a phase: the script has ended its loop over the steps of an epoch."""
+
+
+def pack_trap(action: TrapAction, phase: int, step: int) -> int:
+    """Return the trap of a drill packed into one word.
+
+    Args:
+        action: the effect of the trap, less than 2**7.
+        phase: a :class:`Phase`, or :data:`EPOCH_END`.
+        step: the step, less than 2**48.
+    """
     return (int(action) << 56) | (int(phase) << 48) | step
 
 
-def unpack_trap(word: int) -> tuple[TrapAction, Phase, int]:
+def unpack_trap(word: int) -> tuple[TrapAction, int, int]:
     """Return the action, phase and step that :func:`pack_trap` packed into ``word``."""
-    return TrapAction(word >> 56), Phase((word >> 48) & 0xFF), word & 0xFFFFFFFFFFFF
+    return TrapAction(word >> 56), (word >> 48) & 0xFF, word & 0xFFFFFFFFFFFF

@@ -21,6 +21,7 @@ import xxhash
 
 from holdfast.core.protocol.messages import OutsideCollectives
 from holdfast.core.protocol.status_page import (
+    EPOCH_END,
     FILE_SIZE_BYTES,
     FLIGHT_AT,
     LOCAL_SLOT_BYTES,
@@ -138,11 +139,20 @@ class Page:
         if words[_TRAP]:
             self._spring(phase, step)
 
+    def end_epoch(self, step: int) -> None:
+        """Execute the trap that a drill has set for the end of an epoch at this step, if there is one.
+
+        Raises:
+            RuntimeError: the trap injects an exception.
+        """
+        if self._words[_TRAP]:
+            self._spring(EPOCH_END, step)
+
     def state(self) -> tuple[int, Phase]:
         """Return (step, phase), which the worker writes in one store."""
         return unpack_state(self._words[_STATE])
 
-    def _spring(self, phase: Phase, step: int) -> None:
+    def _spring(self, phase: int, step: int) -> None:
         action, at_phase, at_step = unpack_trap(self._words[_TRAP])
         # A trap that was set too late for its step fires at the next such phase.
         if phase != at_phase or step < at_step:

@@ -321,6 +321,8 @@ class Loops:
                 if one is not None and one is not self._loader.feed:
                     one.close()
             self._others = {}
+        if self.walk.inside:
+            self._rank.end_epoch()
 
     def _open(self, loader: Any, batches: int | None, *, again: bool) -> Feed | None:
         """Return the feed of the loop that begins; None if its blocks draw their own batches.

@@ -161,6 +161,7 @@ class Turns:
         rank = self._rank
         if self._after_block.exit_agreed:
             raise SystemExit(0)
+        rank.end_epoch()  # for a loop that the script has left early
         if self._loops.strays:
             rank.moved(ScriptEvent.STRAYED)
         while not self._is_done():

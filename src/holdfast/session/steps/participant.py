@@ -349,6 +349,11 @@ class StepParticipant:
         if self.client is not None:
             self.client.page.enter(phase, self.machine.step)
 
+    def end_epoch(self) -> None:
+        """Let a drill make the process stop, end or fail after the last block of an epoch."""
+        if self.client is not None:
+            self.client.page.end_epoch(self.machine.step)
+
     def announce(self, section: str) -> None:
         """Show on the status page that a section begins. In a section, a long time without progress is not a hang."""
         if self.client is not None:
