@@ -16,7 +16,7 @@ from holdfast.cli.main import answer
 from holdfast.core.job.fault import SEEN
 from holdfast.drill import train
 from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
-from holdfast.drill.exercise import Drill, DrillVerdict, Exercise, require_torch
+from holdfast.drill.exercise import CHANGED, NOT_REPEATED, Drill, DrillVerdict, Exercise, require_torch
 from holdfast.drill.fault_spec import DEATHS, UNVOTED, InjectedFault
 from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
@@ -26,6 +26,17 @@ from tests.soak.matrix import NPROC, PAIRED, PHASES, SPACING, VICTIMS, drill_for
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(400)]
 SEED = 3
+PIDS = """
+import os
+from pathlib import Path
+
+def note(step):
+    if step == 0:
+        Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+
+def scale_now():
+    return 1.0 if Path(f"pid-{os.environ['RANK']}").read_text() == str(os.getpid()) else 0.5
+"""
 EPOCHS = """
 import types
 import torch
@@ -39,7 +50,7 @@ torch.manual_seed(7)
 model = DistributedDataParallel(nn.Linear(6, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-data = torch.utils.data.TensorDataset(torch.randn(32, 6))
+data = torch.utils.data.TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(1)))
 sampler = torch.utils.data.DistributedSampler(data)
 loader = torch.utils.data.DataLoader(data, 4, sampler=sampler)
 scale, name = types.SimpleNamespace(value=1.0), "value"
@@ -270,6 +281,35 @@ def test_a_drill_fails_if_state_begins_again(tmp_path: Path) -> None:
     drill = Drill(tmp_path / "drill", Exercise((str(script),), 2, results=False), SEED, lambda *_: None)
     verdict = drill.disturbed("disturbed", drill.plan([]))
     assert drill.undisturbed().code == 0 and len(verdict.faults) >= 1 and not verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        # Another model in each run.
+        ({"torch.manual_seed(7)": "torch.manual_seed(__import__('time').time_ns())"}, NOT_REPEATED),
+        # The loss depends on a file that only the first process of a rank writes. No search of the source finds it.
+        (
+            {"x * scale.value": "x * scale_now()", "    for epoch in": "    note(s.step)\n    for epoch in"},
+            CHANGED,
+        ),
+    ],
+    ids=["not seeded", "a file"],
+)
+def test_a_drill_tells_a_script_that_does_not_repeat_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], reason: str
+) -> None:
+    """Regression: the drill of a script without seeds failed without a word, as if a fault had changed the weights."""
+    script = tmp_path / "mine.py"
+    text = EPOCHS
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    script.write_text(PIDS + text)
+    monkeypatch.chdir(tmp_path)
+    drill = Drill(tmp_path / "drill", Exercise((str(script),), 2, results=False), SEED, lambda *_: None)
+    verdict = drill.disturbed("disturbed", [InjectedFault("kill", (1,), 12, "forward")])
+    assert verdict.code == 0 and not verdict.passed and verdict.reason == reason, verdict
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,15 @@ from holdfast.exit_codes import Exit
 from holdfast.runtime.node.run_settings import RunSettings
 
 MODULE = "holdfast.drill.train"
+NOT_REPEATED = (
+    "two undisturbed runs of the script end with different weights, so this drill proves nothing. Seed its random "
+    "numbers (torch.manual_seed, random.seed, numpy.random.seed) before it makes the model, and let it read no file "
+    "that an earlier run has written"
+)
+CHANGED = (
+    "the faults have changed the result: undisturbed, the script repeats itself. The log of a new process names the "
+    "variables that begin again in it"
+)
 LAYOUTS = ("ddp", "hsdp", "fsdp", "tp", "pp", "pp-tp")
 NPROC_STEP = {"hsdp": 2, "tp": 2, "pp": 2, "pp-tp": 4}
 """For each layout, the number that the number of workers must be a multiple of; 1 for other layouts."""
@@ -135,6 +144,7 @@ class Drill:
         self._runner = Runner(base, exercise.nproc, exercise.command, progress)
         self._reference: Outcome | None = None
         self._digest = ""
+        self._repeats: bool | None = None
 
     def undisturbed(self) -> Outcome:
         """Return the outcome of the run without faults; the first call makes the run.
@@ -177,7 +187,10 @@ class Drill:
         return expand(specs, world_size=self.exercise.nproc, steps=steps, seed=self.seed)
 
     def disturbed(self, name: str, faults: Sequence[InjectedFault]) -> DrillVerdict:
-        """Run the training with ``faults``, and return the comparison with the run without faults."""
+        """Run the training with ``faults``, and return the comparison with the run without faults.
+
+        If the results of a script of the user differ, one more run without faults shows whether they differ anyway.
+        """
         reference = self.undisturbed()
         outcome = self._run(name, faults)
         reason = "; ".join(broken(outcome.events))
@@ -186,6 +199,8 @@ class Drill:
         wanted, digest = self._digest, ""
         if outcome.code == Exit.OK:
             wanted, digest = self._digests(reference, outcome)
+        if digest not in ("", wanted) and not self.exercise.results:
+            reason = reason or (CHANGED if self._repeats_itself() else NOT_REPEATED)
         reports = fault_reports(outcome.injected, outcome.events)
         counts = decisions(outcome.events)
         return DrillVerdict(
@@ -207,6 +222,13 @@ class Drill:
             reason=reason,
             last_words=last_words(outcome.directory) if outcome.code != Exit.OK or outcome.stalled else [],
         )
+
+    def _repeats_itself(self) -> bool:
+        """Return whether a second run without faults ends with the results of the first; the first call makes it."""
+        if self._repeats is None:
+            again = self._run("repeated", ())
+            self._repeats = again.code == Exit.OK and self._digest_of(again) == self._digest
+        return self._repeats
 
     def _run(self, name: str, faults: Sequence[InjectedFault]) -> Outcome:
         extra = ("--result", str(self._results(name))) if self.exercise.results else ()

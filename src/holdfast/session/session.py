@@ -181,10 +181,11 @@ class Session(ScriptLoops):
         self._pause = Pause(self._rank)
         ends = LoopEnds(self._rank, self._adapter.world_size)
         self._behind = AfterBlock(self._rank, self._pace, self._tier, self._saver, self._pause, ends)
-        self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
-        self._blocks.variables.leave_out(self)  # Session.own
+        variables = self._blocks.variables
+        variables.leave_out(self)  # Session.own
+        self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind, variables)
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
         self._entered = True
         self._rank.connect(self._calls())

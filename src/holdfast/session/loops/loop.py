@@ -302,6 +302,7 @@ class Loops:
                 yield step
             if saved_loop == loop and self._rank.step == begun_at and not after_block.exit_agreed:
                 blocks.variables.passes_end()
+                blocks.variables.passes_over(joins=self._rank.joining)
                 if self._adapter.rank == 0:
                     log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
             self._end_loop()

@@ -36,6 +36,7 @@ from holdfast.session.loops.loop_bounds import compare_turns
 from holdfast.session.loops.turn_position import ScriptPart
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.voting import VoteCaster
+from holdfast.session.variables.update_variables import UpdateVariables
 
 log = logging.getLogger("holdfast")
 
@@ -49,6 +50,7 @@ class Turns:
         loops: the loops over steps.
         votes: casts the votes of this rank.
         after_block: the work after a block.
+        variables: the check of the script's variables.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class Turns:
         loops: Loops,
         votes: VoteCaster,
         after_block: AfterBlock,
+        variables: UpdateVariables,
     ) -> None:
         self._rank = rank
         self._adapter = adapter
         self._loops = loops
         self._votes = votes
         self._after_block = after_block
+        self._variables = variables
 
     def run(self, kind: str, turns: int) -> Iterator[int]:
         """Yield the numbers of the turns of a part that the job has not finished.
@@ -84,6 +88,8 @@ class Turns:
                 "holdfast: no epoch is left to do: the job has left them after %d of %d", part.done, turns
             )
         self._compare_with_plan(part, turns)
+        if part.done >= part.turns:
+            self._variables.passes_over(joins=self._rank.joining)
         for turn in range(part.done, part.turns):
             self._begin(part)
             try:

@@ -98,6 +98,14 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     }
 
 
+def taken_over(block: ast.AST) -> set[str]:
+    """Return the variables that an iteration of the loop ``block`` may take over from the one before, for any use."""
+    changed = written([block])
+    first = _first_uses(_items(block), changed)
+    caches = _caches(block)
+    return {name for name, writes in first.items() if not writes and name in changed and name not in caches}
+
+
 def written_first(block: ast.AST) -> set[str]:
     """Return the variables that each iteration of the loop ``block`` writes before reading them or their attributes."""
     return _DataFlow(block).written_first(block)

@@ -60,6 +60,7 @@ from holdfast.session.variables.plain_values import (
     shown,
 )
 from holdfast.session.variables.rare_digests import RareDigests
+from holdfast.session.variables.reported_variables import listed, reported_variables
 from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.variable_history import Names, PlainValue, VariableHistory, is_array, is_same
@@ -154,7 +155,7 @@ class UpdateVariables:
 
         Args:
             joins: this process replaces a lost process. It logs no warnings, because the lost process has logged
-                them.
+                them. It only names the variables that begin again in it, and on which no update depends.
 
         Returns:
             What the search has found besides the variables that are checked here.
@@ -170,6 +171,8 @@ class UpdateVariables:
             places = places_in_script()
             state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
             in_state = self._search(places, state)
+            if joins or self._begins_here():
+                self._name_reported(places, "what the script reports from them lacks the steps before")
             found = FoundVariables(in_state, cut_change(places, state, in_state.keys()))
         return found
 
@@ -218,6 +221,37 @@ class UpdateVariables:
         objects = [] if self._source is None else self._source.objects()
         kept = kept_by(objects)
         return [each for each in found if not self._declared(each.name, each.place, objects, kept)]
+
+    def _begins_here(self) -> bool:
+        """Return whether this process has loaded a state of the job, has not committed a step, and logs warnings."""
+        return self._warns and self._history.loaded
+
+    def passes_over(self, *, joins: bool) -> None:
+        """Name the variables that begin again in this process, where it skips a loop that the job has finished.
+
+        Args:
+            joins: this process replaces a lost process.
+        """
+        if self._on and (joins or self._begins_here()):
+            with warns_of_defects("a variable whose value the script reports may begin again unnoticed"):
+                self._name_reported(places_in_script(), "the code after this loop sees these values")
+
+    def _name_reported(self, places: Places, effect: str) -> None:
+        """Log the names of the variables that begin again in this process, and on which no update depends."""
+        found = self._undeclared(reported_variables(places), places)
+        plain = plain_values(present_values(found), self._source)
+        names = [name for name in found if name in plain and name not in self._told]
+        if names:
+            self._told.update(names)
+            text, number = listed(names)
+            log.warning(
+                "holdfast: %s %s in this process (%s), and %s. No update depends on that; session(state={...}), s.own "
+                "or s.attach(NAME, object) keep values",
+                text,
+                "begin again" if number > 1 else "begins again",
+                described(places),
+                effect,
+            )
 
     def passes_end(self) -> None:
         """Read the values of the variables at the end of the loop in which this process continues the job.

@@ -94,11 +94,12 @@ class VariableHistory:
     Attributes:
         values: the values at the first update of the open block; empty if the block has made no update.
         continues: True if this process has loaded the history, and has not committed a step since then.
+        loaded: the same, also if the loaded state has no such variables.
     """
 
     def __init__(self, partly: Set[str] = frozenset()) -> None:
         self.values: Mapping[str, PlainValue] = {}
-        self.continues = False
+        self.continues = self.loaded = False
         self._record = _Record()
         # Values where this process enters the loop of the loaded state, and at the end of that loop.
         self._at_begin: Mapping[str, PlainValue] = {}
@@ -116,6 +117,7 @@ class VariableHistory:
 
     def stand_at(self, kept: object) -> None:
         """Take over the history in ``kept``, a result of :meth:`kept`. Any other value of ``kept`` is ignored."""
+        self.loaded = True
         fields = len(_Record._fields)
         if isinstance(kept, list) and len(kept) in (
             fields - 2,
@@ -265,6 +267,7 @@ class VariableHistory:
         """Record that the step of the open block is committed. ``ended``: an epoch ends with this step."""
         # A block without an update has not compared the values.
         self._record, self.continues = self._next(ended=ended), self.continues and not self.values
+        self.loaded = False
 
     def _next(self, *, ended: bool) -> _Record:
         if not self.values:

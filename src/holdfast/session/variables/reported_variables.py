@@ -1,0 +1,65 @@
+"""The variables of a script that begin again in a new process, and on which no update depends.
+
+A sum of losses, a list of results, the best accuracy: no weight depends on them, so no script is refused for them, and
+there is no warning before a fault. A process that joins or continues a job begins with their initial values, and what
+it reports from them covers only its own steps. So that process names them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+from holdfast.runtime.worker.script_frames import owners_of
+from holdfast.session.variables.called_functions import LOCAL
+from holdfast.session.variables.data_flow import assigned, assigned_value, taken_over, targets, written
+from holdfast.session.variables.deciding_variables import (
+    VARIABLES_MAX,
+    PlacedVariable,
+    Places,
+    outermost_loop,
+)
+from holdfast.session.variables.update_sources import dotted
+
+
+def reported_variables(places: Places) -> tuple[PlacedVariable, ...]:
+    """Return the variables that the loops at ``places`` take over from one iteration to the next, for any use.
+
+    Variables that are set from a clock only are left out.
+
+    Args:
+        places: file and line of the stack frames, the innermost frame first.
+    """
+    found: dict[PlacedVariable, None] = {}
+    for depth, place in reversed(list(enumerate(places))):
+        loop = outermost_loop(places[: depth + 1])
+        names = sorted(taken_over(loop) - _times(loop))
+        found.update((PlacedVariable(name, place, partly=False), None) for name in names if LOCAL not in name)
+    return tuple(found)
+
+
+def listed(names: Iterable[str]) -> tuple[str, int]:
+    """Return a text with the variables of ``names``, and their number. An object stands for its attributes.
+
+    >>> listed(["losses.sum", "losses.count", "self.count", "best"])
+    ('losses, self.count, best', 3)
+    """
+    shown = dict.fromkeys(next(each for each in (*owners_of(name), name) if each != "self") for name in names)
+    more = len(shown) - VARIABLES_MAX
+    text = ", ".join(list(shown)[:VARIABLES_MAX])
+    return (f"{text} and {more} more" if more > 0 else text), len(shown)
+
+
+def _times(loop: ast.AST) -> set[str]:
+    """Return the variables that ``loop`` sets only from a clock (``end = time.time()``)."""
+    times, others = set[str](), set[str]()
+    for assignment, _ in assigned(loop):
+        value = assigned_value(assignment)
+        if value is not None:
+            (times if _reads_clock(value) else others).update(written(targets(assignment)))
+    return times - others
+
+
+def _reads_clock(value: ast.expr) -> bool:
+    called = (dotted(node.func) for node in ast.walk(value) if isinstance(node, ast.Call))
+    return any(name.startswith(("time.", "datetime.")) or name in ("time", "perf_counter") for name in called)

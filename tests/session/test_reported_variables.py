@@ -1,0 +1,60 @@
+"""What a script only reports begins again in a new process: that process names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.session.variables.reported_variables import listed
+from tests.session.launch import run_job
+
+JOB = str(Path(__file__).with_name("reported_job.py"))
+AGAIN = "in this process (reported_job.py"
+LACKS = "what the script reports from them lacks the steps before"
+SEES = "the code after this loop sees these values"
+
+
+def test_an_object_stands_for_its_attributes() -> None:
+    names = ["losses.sum", "losses.count", 'best["loss"]', "self.count", "self.meter.sum", "end"]
+    assert listed(names[:4]) == ("losses, best, self.count", 3)
+    assert listed(names) == ("losses, best, self.count, self.meter and 1 more", 5)
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+@pytest.mark.parametrize("epochs", [(), ("--epochs",)], ids=["steps", "epochs"])
+@pytest.mark.parametrize(("place", "effect"), [("step", LACKS), ("end", SEES)])
+def test_a_process_that_begins_late_names_what_begins_again(
+    tmp_path: Path, epochs: tuple[str, ...], place: str, effect: str
+) -> None:
+    """Regression: the best loss and the means of a replacement lacked the steps before, without a word."""
+    done = run_job(tmp_path, 2, JOB, "--kill", "0", place, *epochs)
+    lines = [line for line in done.stdout.splitlines() if AGAIN in line]
+    assert done.returncode == 0 and len(lines) == 1, done.stdout
+    assert "best, losses, meter, rates and 1 more begin again" in lines[0] and effect in lines[0], lines
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_replacement_of_another_rank_names_it_in_its_log(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 2, JOB, "--kill", "1", "step")
+    logs = [path.read_text() for path in sorted(tmp_path.glob("runs/*/attempt-000/rank-*.log"))]
+    assert done.returncode == 0 and [AGAIN in text for text in logs] == [False, True], (done.stdout, logs)
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "kill", [(), ("--kill", "0", "step"), ("--kill", "0", "end")], ids=["calm", "step", "end"]
+)
+def test_nothing_is_named_that_the_session_keeps(tmp_path: Path, kill: tuple[str, ...]) -> None:
+    done = run_job(tmp_path, 2, JOB, "--keep", *kill)
+    assert done.returncode == 0 and AGAIN not in done.stdout, done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_nothing_is_named_without_a_fault(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 2, JOB)
+    assert done.returncode == 0 and AGAIN not in done.stdout, done.stdout
