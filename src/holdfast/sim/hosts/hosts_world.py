@@ -15,7 +15,7 @@ from holdfast.core.agent import Agent
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.election import Election, ElectionConfig, HardState
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.membership import place_alone
 from holdfast.core.protocol.messages import (
@@ -110,7 +110,6 @@ class HostsWorld(World):
         self._agents = {n: self._make_agent(n, 1 + i * PIDS_PER_NODE) for i, n in enumerate(names)}
         self._claims: dict[int, tuple[NodeId, ...]] = {}
         self._lives: dict[MemberId, int] = {}  # the ``SimHost.life`` in which each process was started
-        self._newest = Generation(0, 0)  # of the orders to start processes
         self._faults = HostInjector(self, names)
         self._faults.start(case.host_faults)
 
@@ -541,15 +540,14 @@ class HostsWorld(World):
         ``order`` names. A host that was paused may carry out an order of an earlier generation: its processes get no
         seats.
         """
-        seated = self.seated
-        if order.generation >= self._newest:
-            self._newest = order.generation
+        seated = dict(self.seated)
+        is_outdated = any(w.machine.generation > order.generation for w in self.workers.values())
+        if order.world_size != self.world_size and not is_outdated:
             self.world_size = order.world_size
             self.everyone = tuple(range(order.world_size))
-            seated = {rank: worker for rank, worker in self.seated.items() if rank < order.world_size}
-        self.seated = dict(seated)
+            self.seated = {rank: worker for rank, worker in seated.items() if rank < order.world_size}
         super().spawn(node_id, order, delay_s)
-        if order.generation < self._newest:
+        if is_outdated:
             self.seated = seated
         for seat in order.members:
             self._lives[seat.member_id] = self.hosts[node_id].life
