@@ -19,6 +19,7 @@ from torch import nn
 
 import holdfast
 from holdfast.session.steps.step import Step
+from tests.session.library import AverageMeter
 
 STEPS, EPOCHS = 6, 2
 
@@ -53,7 +54,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    best, losses, meter, rates = {"loss": 1e9}, list[float](), Meter(), torch.zeros(2)
+    best, losses, meter, rates, grads = {"loss": 1e9}, list[float](), Meter(), torch.zeros(2), AverageMeter()
     smallest, end = 1e9, time.time()
     kept = {"best": best} if given.keep else {}
 
@@ -72,6 +73,7 @@ def main() -> None:
         meter.update(value)
         if not given.keep:
             losses.append(value)
+            grads.update(value)
             smallest = min(smallest, value)
             rates += value
         print("took", time.time() - end)

@@ -32,7 +32,7 @@ def test_a_process_that_begins_late_names_what_begins_again(
     done = run_job(tmp_path, 2, JOB, "--kill", "0", place, *epochs)
     lines = [line for line in done.stdout.splitlines() if AGAIN in line]
     assert done.returncode == 0 and len(lines) == 1, done.stdout
-    assert "best, losses, meter, rates and 1 more begin again" in lines[0] and effect in lines[0], lines
+    assert "best, grads, losses, meter and 2 more begin again" in lines[0] and effect in lines[0], lines
 
 
 @pytest.mark.torch

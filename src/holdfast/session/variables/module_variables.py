@@ -43,6 +43,7 @@ from holdfast.session.variables.data_flow import carried
 from holdfast.session.variables.deciding_variables import PlacedVariable, Places, outermost_loop
 from holdfast.session.variables.growing_tables import GrowingTables, growing_in
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
+from holdfast.session.variables.tree_nodes import walk
 
 MODULES_MAX = 20_000
 CLASSES_MAX = 50
@@ -132,7 +133,7 @@ def _of_module(
 def _trained(places: Places, source: DescribesUpdates) -> Iterator[NamedModule]:
     """Yield the trained modules of the script, each with its expression."""
     place = places[-1]
-    called = [node.func for node in ast.walk(outermost_loop(places)) if isinstance(node, ast.Call)]
+    called = [node.func for node in walk(outermost_loop(places)) if isinstance(node, ast.Call)]
     for name in (each for each in called if chain(each) and LOCAL not in chain(each)):
         yield from _if_trained(unwrapped(value_at(chain(name), place), name, place), place, source)
     for variable, value in variables_of_script().items():

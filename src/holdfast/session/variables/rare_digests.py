@@ -7,8 +7,8 @@ its first update. If a digest is that of the first update of the job, and a late
 begun the variable again (``variable_history.py``).
 
 Containers of objects (``[Meter() for _ in range(3)]``) have a digest of the plain values in the attributes of these
-objects, and of the tensors and arrays there. Tables that the script only makes larger have digests of their first parts
-(``growing_tables.py``).
+objects, and of the tensors and arrays there. Meters of libraries have one of their content (``library_meters.py``).
+Tables that the script only makes larger have digests of their first parts (``growing_tables.py``).
 
 The ranks do not compare these digests, because the digests of two ranks may be of different steps.
 """
@@ -23,6 +23,7 @@ from types import FunctionType, ModuleType
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import has_static
 from holdfast.session.variables.growing_tables import first_parts
+from holdfast.session.variables.library_meters import meter_states, meter_text
 from holdfast.session.variables.look_schedule import LOOKS, number_of_look
 from holdfast.session.variables.plain_values import CONTAINERS
 from holdfast.session.variables.variable_history import PlainValue
@@ -49,6 +50,7 @@ class RareDigests:
         self._updates = 0  # committed in this process
         self._parts: dict[str, tuple[object, str]] = {}  # form and text of each table
         self._newest: dict[str, int | None] = {}  # None: the value has no digest
+        self._meters: dict[str, str | None] = {}  # text of each meter of a library
 
     def committed(self) -> None:
         """Record that an update is committed."""
@@ -79,6 +81,11 @@ class RareDigests:
                 digest = self._digest(name, value, fresh=fresh)
                 if digest is not None:
                     found[name] = f"{plain.get(name, 'a tensor')} with checksum {digest & 0xFFFFFFFF:08x}"
+            elif name not in plain and meter_states(value) is not None:
+                if fresh or name not in self._meters:
+                    self._meters[name] = meter_text(value, self._source)
+                if (text := self._meters[name]) is not None:
+                    found[name] = text
         return found
 
     def _first_parts(self, name: str, value: object, content: object, *, fresh: bool) -> str | None:

@@ -6,7 +6,7 @@ with the mean of its peer, and so makes another update than the lost rank would 
 that differ (``replica_state_check.py``). If an update depends on such a value, the weights of the job would depend on
 the fault, so all ranks end before the update. The values of the vote show a difference in the step in which it begins.
 
-Only plain values, containers of them, and small tensors on the CPU are compared.
+Only plain values, containers of them, small tensors on the CPU, and meters of libraries are compared.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.session.variables.deciding_variables import Places, described
+from holdfast.session.variables.library_meters import meter_text
 from holdfast.session.variables.plain_values import (
     identified_values,
     plain_values,
@@ -53,7 +54,10 @@ class StateVariables:
     def look(self) -> None:
         """Read the values at the first update of a block."""
         if self._names and not self._values:
-            self._values = plain_values(present_values(self._names), self._source)
+            found = present_values(self._names)
+            texts = {name: meter_text(value, self._source) for name, value in found.items()}
+            meters = {name: text for name, text in texts.items() if text is not None}
+            self._values = {**plain_values(found, self._source), **meters}
 
     def number(self) -> int:
         """Return a number from 1 to STEP_MODULUS - 1 that identifies the values in the open block.

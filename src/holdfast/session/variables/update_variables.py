@@ -36,6 +36,7 @@ from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import owners_of, runs_at, values_of, variables_of_script
 from holdfast.session.variables.cut_changes import CutChange, cut_change
+from holdfast.session.variables.data_flow import remembered_values
 from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
@@ -48,6 +49,7 @@ from holdfast.session.variables.deciding_variables import (
 )
 from holdfast.session.variables.growing_tables import growing_tables
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
+from holdfast.session.variables.library_meters import meter_states
 from holdfast.session.variables.module_variables import NO_MODULES, module_variables
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
@@ -164,16 +166,18 @@ class UpdateVariables:
         if not self._on:
             return found
         self._warns = self._warns and not joins
-        with warns_of_defects(
+        unsearched = (
             "variables on which the updates depend are not searched, so one that a new process begins again is not "
             "noticed"
-        ):
+        )
+        with warns_of_defects(unsearched), remembered_values():
             places = places_in_script()
             state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
             in_state = self._search(places, state)
             if joins or self._begins_here():
                 self._name_reported(places, "what the script reports from them lacks the steps before")
-            found = FoundVariables(in_state, cut_change(places, state, in_state.keys()))
+            # The lost process has passed this check.
+            found = FoundVariables(in_state, None if joins else cut_change(places, state, in_state.keys()))
         return found
 
     def _search(self, places: Places, state: frozenset[str]) -> Names:
@@ -239,13 +243,15 @@ class UpdateVariables:
     def _name_reported(self, places: Places, effect: str) -> None:
         """Log the names of the variables that begin again in this process, and on which no update depends."""
         found = self._undeclared(reported_variables(places), places)
-        plain = plain_values(present_values(found), self._source)
-        names = [name for name in found if name in plain and name not in self._told]
+        values = present_values(found)
+        plain = plain_values(values, self._source)
+        shown = (name for name, value in values.items() if name in plain or meter_states(value) is not None)
+        names = [name for name in shown if name not in self._told]
         if names:
             self._told.update(names)
             text, number = listed(names)
             log.warning(
-                "holdfast: %s %s in this process (%s), and %s. No update depends on that; session(state={...}), s.own "
+                "holdfast: %s %s in this process (%s), and %s. The weights do not use that; session(state={...}), s.own "
                 "or s.attach(NAME, object) keep values",
                 text,
                 "begin again" if number > 1 else "begins again",
@@ -535,6 +541,8 @@ class UpdateVariables:
         if source is None:
             return False
         values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
+        if meter_states(found.get(name)) is not None and source.in_user_state(found[name]):
+            return True
         if isinstance(found.get(name), CONTAINERS) and self._is_state(name, place):
             return True
         if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:

@@ -281,6 +281,20 @@ def _from_array(value: Any, path: str) -> torch.Tensor:
     )
 
 
+def _left_out_by(module: nn.Module) -> list[str]:
+    """Return the names of tensors and states of metrics in ``module`` if its ``state_dict()`` is empty."""
+    if module.state_dict():
+        return []
+    buffers = [name for name, _ in module.named_buffers()]
+    held = [
+        f"{path}.{name}".removeprefix(".")
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor) or name in vars(part).get("_defaults", ())
+    ]
+    return buffers + held
+
+
 class TorchState:
     """The model, optimizers, schedulers, scaler and extra objects of one rank.
 
@@ -334,6 +348,15 @@ class TorchState:
 
     def _check(self) -> set[torch.device]:
         """Refuse state that no checkpoint can hold, before the first save; return the devices of the state."""
+        for name, item in self.extras.items():
+            if isinstance(item, nn.Module) and (left := _left_out_by(item)):
+                raise UsageError(
+                    f"state={{{name!r}: ...}}: the state_dict() of this {type(item).__name__} is empty, so the session "
+                    f"would keep nothing of it ({', '.join(left[:4])})",
+                    hint="a metric of torchmetrics is one rank's: keep its sums as plain numbers by "
+                    "s.attach(NAME, {'sum': 0.0}); one that is equal on all ranks at each update: "
+                    "metric.persistent(True). A tensor of a module: register_buffer(NAME, tensor)",
+                )
         collected = self.collect()
         encode_values(collected.values)
         for meta in collected.layout(0, 1).tensors:
