@@ -11,6 +11,7 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.session.variables.deciding_variables import lasting_variables, placed_variables
 from holdfast.session.variables.library_meters import changes_meter, meter_states
+from holdfast.session.variables.unassigned_variables import NotComputed, _told
 
 torch = pytest.importorskip("torch")
 
@@ -59,6 +60,14 @@ def test_a_meter_that_a_schedule_depends_on(tmp_path: Path, meter: Any, text: st
     place = str(file), 7
     names = {each.name.split(".")[0] for each in placed_variables((place,), update=True)}
     assert ("meter" in names) == (found and meter is not None)
+
+
+def test_no_code_of_the_script_runs_in_the_search(tmp_path: Path) -> None:
+    """Regression: the attribute of a variable that no block has assigned was read, with a warning."""
+    metrics = NotComputed("metrics")
+    (file := tmp_path / "train.py").write_text(f"{LOOP}    print(metrics.items())\n")
+    assert placed_variables(((str(file), 7),), update=True) == () and metrics is not None
+    assert "metrics" not in _told
 
 
 def test_a_meter_is_reset_at_the_end_of_an_epoch(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from tests.session.launch import run_job
 
 JOB = str(Path(__file__).with_name("reported_job.py"))
 AGAIN = "in this process (reported_job.py"
-LACKS = "what the script reports from them lacks the steps before"
-SEES = "the code after this loop sees these values"
+LACKS = "reports lack the steps before"
+SEES = "the code after this loop sees initial values"
 
 
 def test_an_object_stands_for_its_attributes() -> None:

@@ -25,6 +25,7 @@ from collections.abc import Set
 from holdfast.errors import UsageError
 from holdfast.frameworks.common.optional_abilities import FindsUndeclaredState
 from holdfast.runtime.worker.script_frames import variables_of_script
+from holdfast.session.variables.data_flow import remembered_values
 from holdfast.session.variables.deciding_variables import (
     places_in_script,
     renewed_containers,
@@ -122,7 +123,7 @@ class UndeclaredState:
 def _set_by_each_step() -> Set[str]:
     """Return the variables that each step sets from other values before it uses them."""
     found: Set[str] = frozenset()
-    with warns_of_defects("counters that each step sets are named"):
+    with warns_of_defects("counters that each step sets are named"), remembered_values():
         found = set_by_each_step(places_in_script())
     return found
 
@@ -130,6 +131,7 @@ def _set_by_each_step() -> Set[str]:
 def _renewed() -> Set[str]:
     """Return the containers of the script that each step replaces by a new one, computed from the old one."""
     found: Set[str] = frozenset()
-    with warns_of_defects("averages in containers that each step replaces are not searched"):
+    unsearched = "averages in containers that each step replaces are not searched"
+    with warns_of_defects(unsearched), remembered_values():
         found = renewed_containers(places_in_script())
     return found

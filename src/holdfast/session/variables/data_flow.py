@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import NamedTuple
 
-from holdfast.runtime.worker.script_attributes import has_static, instance_of
+from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
 from holdfast.runtime.worker.script_frames import container_of, owners_of, values_of
 from holdfast.session.variables.called_functions import (
     CallWithBody,
@@ -798,16 +798,26 @@ def changed_by(call: ast.Call) -> tuple[str, bool] | None:
             method in _FILLS or _changes(name, method)
         ):
             return name, method in _SETS
-        case ast.Call(func=ast.Attribute(attr=method, value=owner)) if (
-            name := chain(owner)
-        ) and changes_meter(value_now(name), method):
-            return name, method == RESET
-        case ast.Call(func=called) if (name := chain(called)) and changes_meter(value_now(name), "update"):
-            return name, False
+        case ast.Call(func=called) if chain(called) and (change := _change_of_meter(called)) is not None:
+            return change
         case ast.Call(func=ast.Name(id=function) | ast.Attribute(attr=function), args=[changed, *_]) if (
             function in _CHANGE_ARGUMENT and chain(changed)
         ):
             return chain(changed), False
+    return None
+
+
+def _change_of_meter(called: ast.expr) -> tuple[str, bool] | None:
+    """Return the meter of a library that a call of ``called`` changes, as :func:`changed_by` does."""
+    match called:
+        case ast.Name(id=name) if changes_meter(value_now(name), "update"):
+            return name, False
+        case ast.Attribute(attr=method, value=owner):
+            holder = value_now(chain(owner))
+            if changes_meter(holder, method):
+                return chain(owner), method == RESET
+            if changes_meter(static_of(holder, method), "update"):
+                return chain(called), False
     return None
 
 

@@ -217,12 +217,15 @@ def renewed_containers(places: Places) -> frozenset[str]:
     found: set[str] = set()
     for depth in range(len(places)):
         loop = outermost_loop(places[: depth + 1])
+        # One search for all assignments to a container: a function that fills a cache may be inlined many times.
+        values: dict[str, list[ast.AST]] = {}
         for assignment, _ in assigned(loop):
-            value = assigned_value(assignment)
-            own = (name for name in written(targets(assignment)) if LOCAL not in name)
-            names = {name for name in own if _holds_objects(value_now(name))}
-            if value is not None and names:
-                found |= names & carried(loop, [value]).keys()
+            if (value := assigned_value(assignment)) is None:
+                continue
+            for name in written(targets(assignment)):
+                if LOCAL not in name and _holds_objects(value_now(name)):
+                    values.setdefault(name, []).append(value)
+        found |= {name for name, each in values.items() if name in carried(loop, each)}
     return frozenset(found)
 
 

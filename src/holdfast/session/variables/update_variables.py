@@ -175,7 +175,7 @@ class UpdateVariables:
             state = frozenset(each.name for each in stores(places) if self._is_state(each.name, each.place))
             in_state = self._search(places, state)
             if joins or self._begins_here():
-                self._name_reported(places, "what the script reports from them lacks the steps before")
+                self._name_reported(places, "reports lack the steps before")
             # The lost process has passed this check.
             found = FoundVariables(in_state, None if joins else cut_change(places, state, in_state.keys()))
         return found
@@ -238,7 +238,7 @@ class UpdateVariables:
         """
         if self._on and (joins or self._begins_here()):
             with warns_of_defects("a variable whose value the script reports may begin again unnoticed"):
-                self._name_reported(places_in_script(), "the code after this loop sees these values")
+                self._name_reported(places_in_script(), "the code after this loop sees initial values")
 
     def _name_reported(self, places: Places, effect: str) -> None:
         """Log the names of the variables that begin again in this process, and on which no update depends."""
@@ -251,8 +251,8 @@ class UpdateVariables:
             self._told.update(names)
             text, number = listed(names)
             log.warning(
-                "holdfast: %s %s in this process (%s), and %s. The weights do not use that; session(state={...}), s.own "
-                "or s.attach(NAME, object) keep values",
+                "holdfast: %s %s in this process (%s), and %s. The weights do not use that; session(state={...}), "
+                "s.own or s.attach(NAME, object) keep values",
                 text,
                 "begin again" if number > 1 else "begins again",
                 described(places),
