@@ -6,6 +6,7 @@ exit code 0.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,13 @@ def test_buffers_and_harmless_attributes_are_exact_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     assert "depend" not in run_undisturbed_and_killed(tmp_path, monkeypatch, "1:5,0:8", JOB, form)
+
+
+def test_statistics_in_a_module_of_a_library_are_named(tmp_path: Path) -> None:
+    """Regression: a replacement began with the running mean of its first batch, exit code 0, and no word.
+
+    What a pass sets before it reads it, and a table that only grows, are not named.
+    """
+    done = run_job(tmp_path, 2, str(Path(JOB).with_name("normalized_job.py")))
+    named = re.findall(r"a module of a library may depend on (.*) \(normalized_job.py", done.stdout)
+    assert done.returncode == 0 and named == ["model.module.0.count", "model.module.0.mean"], done.stdout

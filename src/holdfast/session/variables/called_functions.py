@@ -17,6 +17,8 @@ import os
 import textwrap
 import tokenize
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import ClassVar, NamedTuple
@@ -73,8 +75,23 @@ class CallWithBody(ast.Call):
             yield from _returned(statement)
 
 
+_also: ContextVar[str] = ContextVar("a file that counts as one of the script", default="")
+
+
+@contextmanager
+def counted_as_script(file: str) -> Iterator[None]:
+    """Let the functions in ``file``, which is of a library, count as functions of the script in this context."""
+    token = _also.set(file)
+    try:
+        yield
+    finally:
+        _also.reset(token)
+
+
 def of_script(file: str) -> bool:
     """Return whether ``file`` belongs to the script, and not to a library, Holdfast or the interpreter."""
+    if file == _also.get():
+        return bool(file)
     # An environment may take packages from another one, which ``LIBRARIES`` does not have.
     return not file.startswith((OURS, *LIBRARIES, "<")) and not any(part in file for part in _PACKAGES)
 

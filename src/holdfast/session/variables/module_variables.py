@@ -20,11 +20,11 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_attributes import instance_of
+from holdfast.runtime.worker.script_attributes import instance_of, static_of
 from holdfast.runtime.worker.script_frames import variables_of_script
 from holdfast.session.variables.aliases import first_items, item_named
 from holdfast.session.variables.attribute_writers import AttributeWriters
@@ -34,6 +34,7 @@ from holdfast.session.variables.called_functions import (
     LOCAL,
     NamedModule,
     chain,
+    counted_as_script,
     has_script_method,
     is_of_library,
     unwrapped,
@@ -96,6 +97,38 @@ def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariable
         sizes.update(map(here, growing.sizes))
     placed = (PlacedVariable(name, places[-1], partly) for name, partly in found.items())
     return ModuleVariables(tuple(placed), GrowingTables(tables, frozenset(sizes)))
+
+
+def library_variables(places: Places, source: DescribesUpdates) -> tuple[PlacedVariable, ...]:
+    """Return the variables that the forward passes of trained modules of libraries carry from block to block.
+
+    Only the file of the module's class is read, and no module of torch itself. The search of foreign code is less
+    certain than that of the script, so its result is for a warning.
+
+    Args:
+        places, source: as in :func:`module_variables`.
+    """
+    found: dict[str, None] = {}
+    classes: dict[type, tuple[str, tuple[str, ...]]] = {}
+    for module, name in _modules_in(_trained(places, source)):
+        kind, path = type(module), chain(name)
+        forward = static_of(kind, "forward")
+        if not is_of_library(module) or not isinstance(forward, FunctionType) or len(found) >= VARIABLES_MAX:
+            continue
+        if forward.__module__.split(".")[0] == "torch":
+            continue
+        if kind not in classes:
+            if len(classes) >= CLASSES_MAX:
+                continue
+            names: dict[str, bool] = {}
+            with counted_as_script(forward.__code__.co_filename):
+                if AttributeWriters().may_write(module):
+                    names, growing = _of_module(module, name, places[-1])
+                    names = {each: partly for each, partly in names.items() if each not in growing.tables}
+            classes[kind] = path, tuple(names)
+        first, carried_names = classes[kind]
+        found.update((path + each.removeprefix(first), None) for each in carried_names)
+    return tuple(PlacedVariable(name, places[-1], partly=False) for name in found)
 
 
 def _of_module(

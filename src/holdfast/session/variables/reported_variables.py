@@ -52,13 +52,15 @@ def listed(names: Iterable[str]) -> tuple[str, int]:
 
 
 def _times(loop: ast.AST) -> set[str]:
-    """Return the variables that ``loop`` sets only from a clock (``end = time.time()``)."""
-    times, others = set[str](), set[str]()
-    for assignment, _ in assigned(loop):
-        value = assigned_value(assignment)
-        if value is not None:
-            (times if _reads_clock(value) else others).update(written(targets(assignment)))
-    return times - others
+    """Return the variables that ``loop`` sets only from a clock (``now = time.time()``), or from such a variable."""
+    found = [(node, value) for node, _ in assigned(loop) if (value := assigned_value(node)) is not None]
+    times, before = {name for node, _ in found for name in written(targets(node))}, set[str]()
+    while times != before:
+        before = set(times)
+        for node, value in found:
+            if not (_reads_clock(value) or (isinstance(value, ast.Name) and value.id in times)):
+                times -= written(targets(node))
+    return times
 
 
 def _reads_clock(value: ast.expr) -> bool:

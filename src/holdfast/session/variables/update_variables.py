@@ -50,7 +50,7 @@ from holdfast.session.variables.deciding_variables import (
 from holdfast.session.variables.growing_tables import growing_tables
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
 from holdfast.session.variables.library_meters import meter_states
-from holdfast.session.variables.module_variables import NO_MODULES, module_variables
+from holdfast.session.variables.module_variables import NO_MODULES, library_variables, module_variables
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
     GENERATOR,
@@ -71,6 +71,9 @@ log = logging.getLogger("holdfast")
 
 KEY = "update_variables"
 """Key, in the session's plain values, of variables on which the updates depend."""
+
+_FILES = "whether a file is saved depends on"
+_MODULES = "the results of a module of a library may depend on"
 
 OBJECT = "an object"
 """The text for a value that is no plain one, of a variable that has had a plain one (None)."""
@@ -131,8 +134,8 @@ class UpdateVariables:
         self._source = source
         self._warns = warns
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
-        # They decide whether a file is saved.
-        self._file_names: dict[str, tuple[tuple[str, int], Places]] = {}
+        # Variables for which no script is refused, by the begin of their warning.
+        self._only_warned: dict[str, dict[str, tuple[tuple[str, int], Places]]] = {_FILES: {}, _MODULES: {}}
         self._partly: set[str] = set()  # some steps write them first (`PlacedVariable.partly`)
         self._began: dict[str, PlainValue] = {}  # the first value of each variable in this process
         self._told: set[str] = set()
@@ -200,7 +203,10 @@ class UpdateVariables:
             elif name in once:
                 self.set_once[name] = once[name]
         if self._warns:
-            self._file_names.update(self._undeclared(file_variables(places), places))
+            self._only_warned[_FILES].update(self._undeclared(file_variables(places), places))
+            if self._source is not None:
+                of_libraries = self._undeclared(library_variables(places, self._source), places, tables)
+                self._only_warned[_MODULES].update(of_libraries)
         kept = kept_by([] if self._source is None else self._source.objects())
         return {
             each.name: (each.place, places)
@@ -309,10 +315,9 @@ class UpdateVariables:
         Raises:
             StepError: this process continues the job, and a variable has its initial value again.
         """
-        if self._warns and (names := {n: at for n, at in self._file_names.items() if n not in self._told}):
-            self._warn(
-                "whether a file is saved depends on", names, plain_values(present_values(names), self._source)
-            )
+        for what, group in self._only_warned.items() if self._warns else ():
+            if names := {name: at for name, at in group.items() if name not in self._told}:
+                self._warn(what, names, plain_values(present_values(names), self._source))
         if not self._names:
             return
         if self._of_rank.values:  # a variable of a later optimizer of this block
