@@ -25,6 +25,7 @@ import ast
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from types import CodeType
 from typing import NamedTuple, TypeVar, cast
 
@@ -226,12 +227,14 @@ class _Bodies(ast.NodeTransformer):
         The result is None if the condition has other parts.
         """
         match test:
-            case ast.UnaryOp(op=ast.Not(), operand=flag):
-                value = self._setting(flag)
+            case ast.UnaryOp(op=ast.Not(), operand=inner):
+                value = self._setting(inner)
                 return None if value is None else not value
-            case ast.BoolOp(op=op, values=flags):
-                values, decides = [self._setting(flag) for flag in flags], isinstance(op, ast.Or)
+            case ast.BoolOp(op=op, values=parts):
+                values, decides = [self._setting(part) for part in parts], isinstance(op, ast.Or)
                 return decides if decides in values else None if None in values else not decides
+            case ast.Constant(value=bool(flag)):  # an argument
+                return flag
             case ast.Name(id=name) if name not in self._variables:
                 found = value_at(name, self._place)
                 return found if isinstance(found, bool) else None
@@ -247,7 +250,23 @@ class _Bodies(ast.NodeTransformer):
                 type(op) in _COMPARES and _is_constant(right) and (option := self._option(left)) is not ...
             ):
                 return bool(_COMPARES[type(op)](option, ast.literal_eval(right)))
+            case ast.Compare(
+                left=left, ops=[ast.Eq() | ast.NotEq() | ast.Is() | ast.IsNot() as op], comparators=[right]
+            ):
+                one, other = self._constant(left), self._constant(right)
+                return None if ... in (one, other) else bool(_COMPARES[type(op)](one, other))
         return None
+
+    def _constant(self, node: ast.expr) -> object:
+        """Return a constant (an argument of the function), or the member of an ``Enum``; ``...`` for anything else."""
+        match node:
+            case ast.Constant(value=str() | int() | None as value):
+                return value
+            case ast.Attribute(value=owner, attr=name) if chain(owner):
+                kind = value_at(chain(owner), self._place)
+                if isinstance(kind, type) and issubclass(kind, Enum):
+                    return kind.__members__.get(name, ...)
+        return ...
 
     def _option(self, test: ast.expr) -> object:
         """Return the value of an option of ``argparse`` that the loop does not change; ``...`` if it is none."""

@@ -419,7 +419,9 @@ class CallerNames(ast.NodeTransformer):
         self._locals = {*arguments, *stored} - declared
         self._given = dict(arguments_of(call, parameters[len(given) :]))
         self._same: dict[str, ast.expr] = {
-            name: value for name, value in self._given.items() if chain(value) and name not in stored
+            name: value
+            for name, value in self._given.items()
+            if (chain(value) or isinstance(value, ast.Constant)) and name not in stored
         }
         for name, value in zip(parameters, given, strict=False):
             if name not in stored and instance_of(value):
