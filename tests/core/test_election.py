@@ -159,8 +159,21 @@ def test_an_agent_that_has_nothing_of_the_job_waits_for_another_one_and_saves_no
     machine = agent(A, HardState())
     post(machine, Lead(leader=B, term=3, host="h", port=1))
     post(machine, LeaderLost())
-    assert post(machine, Tick(name="alone")) == [] and machine.role == "follower"
+    again = SetTimer(name="alone", delay_s=machine.config.alone_s)
+    assert post(machine, Tick(name="alone")) == [again] and machine.role == "follower"
     post(machine, LogHeld(term=3, number=8))
+    assert [type(c) for c in post(machine, Tick(name="alone")) if isinstance(c, GiveUp)] == [GiveUp]
+
+
+def test_an_agent_that_hears_late_of_an_electorate_that_is_gone_gives_up() -> None:
+    """Regression: its only look was before this message, so it asked for votes for ever."""
+    machine = agent(A, HardState())
+    post(machine, Lead(leader=B, term=2, host="h", port=1))
+    post(machine, LeaderLost())
+    post(machine, Tick(name="alone"))
+    late = VoterSet(2, 3, (B, C, A))
+    post(machine, ConfigChange(leader=B, term=2, electorate=late, committed=False))
+    assert machine.kept.electorate == late
     assert [type(c) for c in post(machine, Tick(name="alone")) if isinstance(c, GiveUp)] == [GiveUp]
 
 

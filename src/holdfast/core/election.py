@@ -419,8 +419,10 @@ class Election:
     def _alone(self) -> None:
         kept = self.kept.electorate
         if kept is None and self._log == (0, 0):
-            return  # this node has no state of the job to save, and another job may be founded
-        if kept is None or not self._has_witness(kept):
+            # This node has no state of the job to save, and another job may be founded. But a delayed message of a
+            # leader that has ended since then may still give it an electorate.
+            self._timer("alone", self.config.alone_s)
+        elif kept is None or not self._has_witness(kept):
             self._give_up("no majority of the agents can be reached")
         elif self._claimed.number > kept.number:
             self._give_up("neither the other agent nor the witness answers")
