@@ -86,7 +86,8 @@ def test_the_content_of_meters() -> None:
     assert meter_states(metric) == {"total": torch.tensor(2.0)}
     assert list(meter_states(both) or ()) == ["a.total", "b.total"]
     assert meter_states(torch.nn.ModuleDict({"a": metric, "b": torch.nn.Linear(1, 1)})) is None
-    others: list[object] = [torch.nn.MSELoss(), torch.zeros(2), 3, {}, Path(), Namespace(a=1)]
+    scaler = torch.amp.GradScaler("cpu")
+    others: list[object] = [scaler, torch.nn.MSELoss(), torch.zeros(2), 3, {}, Path(), Namespace(a=1)]
     assert all(meter_states(each) is None for each in others)
 
 

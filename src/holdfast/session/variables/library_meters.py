@@ -4,7 +4,8 @@ Theory. Scripts sum losses in an ``AverageMeter`` of timm or in a metric of torc
 are not inlined, so the search does not see what a method of such an object changes. So each call of one of its methods,
 and of the metric itself, counts as a change of the object. ``reset()`` leaves nothing of its earlier content. The
 content of a metric of torchmetrics is the states of its ``add_state()``. Any other object with a method ``update()`` of
-a library is a meter if all of its attributes are numbers, texts, tensors, or containers of these.
+a library is a meter if all of its attributes are numbers, texts, tensors, or containers of these, and if it has no
+``state_dict()``, as a gradient scaler has.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def meter_states(value: object) -> dict[str, object] | None:
     if "_modules" in attributes:
         return _metric_states(attributes, "")
     if not attributes or not _is_of_library(value, _UPDATE) or has_static(value, "dtype"):
+        return None
+    if has_static(value, "state_dict"):  # a gradient scaler: it knows its state itself
         return None
     return dict(attributes) if all(_is_plain(each, _DEPTH) for each in attributes.values()) else None
 
