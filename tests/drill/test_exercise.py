@@ -251,7 +251,7 @@ def test_a_script_of_the_user(tmp_path: Path) -> None:
 
 
 def test_a_script_is_hit_outside_of_its_blocks(tmp_path: Path) -> None:
-    """The code of the script after a block, in a section, and after an epoch has phases of its own."""
+    """A fault can come after a block, at the draw of a batch, in a section, and after an epoch."""
     script = tmp_path / "mine.py"
     script.write_text(EPOCHS)
     drill = Drill(tmp_path / "drill", Exercise((str(script),), 2, results=False), SEED, lambda *_: None)

@@ -18,24 +18,18 @@ torch = pytest.importorskip("torch")
 from holdfast.frameworks.torch.state.state import TorchState  # noqa: E402
 from tests.session.library import AverageMeter, Metric  # noqa: E402
 
-LOOP = """
+STEPS = """
 for epoch in s.epochs(9):
     for step in s.steps(loader):
         with step as batch:
             loss = train(batch)
             loss.backward()
             optimizer.step()
-        meter.update(loss)
+"""
+LOOP = f"""{STEPS}        meter.update(loss)
     scheduler.step(meter.compute())
 """
-EVALUATED = """
-for epoch in s.epochs(9):
-    for step in s.steps(loader):
-        with step as batch:
-            loss = train(batch)
-            loss.backward()
-            optimizer.step()
-    meter.reset()
+EVALUATED = f"""{STEPS}    meter.reset()
     for batch in other:
         meter(evaluated(batch))
     scheduler.step(meter.compute())

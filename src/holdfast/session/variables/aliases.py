@@ -50,7 +50,6 @@ from holdfast.session.variables.called_functions import (
     of_script,
     value_at,
 )
-from holdfast.session.variables.tree_nodes import children, walk
 
 ITEMS_MAX = 8
 _DEPTH_MAX = 6
@@ -96,7 +95,7 @@ class Aliases:
     def enter_loop(self, loop: ast.AST) -> None:
         """Replace the local names of a loop by the names of their objects. ``loop`` is changed."""
         line = self._place[1]
-        loops = (node for node in walk(loop) if isinstance(node, ast.For))
+        loops = (node for node in ast.walk(loop) if isinstance(node, ast.For))
         self._enter([loop], (), {id(node) for node in loops if node.lineno <= line <= (node.end_lineno or 0)})
 
     def enter_body(
@@ -109,7 +108,7 @@ class Aliases:
             bindings: assignments of arguments to the parameters of the function.
             is_running: True if the update is made in a call of this function.
         """
-        running = (id(node) for each in statements for node in walk(each) if isinstance(node, ast.For))
+        running = (id(node) for each in statements for node in ast.walk(each) if isinstance(node, ast.For))
         self._enter(statements, bindings, set(running) if is_running else set())
 
     def _enter(self, statements: Sequence[ast.AST], bindings: Sequence[ast.stmt], running: Set[int]) -> None:
@@ -313,16 +312,16 @@ class Aliases:
 
     def _items_of(self, container: ast.expr, wanted: object) -> list[ast.expr]:
         value = self._value(container)
-        modules = instance_of(value).get("_modules")
-        if isinstance(modules, dict):
-            keys = list(modules)
+        children = instance_of(value).get("_modules")
+        if isinstance(children, dict):
+            keys = list(children)
             if isinstance(wanted, int) and -len(keys) <= wanted < len(keys):
                 wanted = keys[wanted]
             # What such a module saves itself continues with the job. Its passes are searched with the model.
             chosen = [
                 each
                 for each in keys
-                if (wanted is None or each == wanted) and not has_script_method(type(modules[each]), EXTRA)
+                if (wanted is None or each == wanted) and not has_script_method(type(children[each]), EXTRA)
             ]
             return [ast.Attribute(container, each, ast.Load()) for each in chosen[:ITEMS_MAX]]
         found: list[tuple[object, object]] = []
@@ -521,7 +520,7 @@ class _Replacement(ast.NodeTransformer):
 
     def _for_each(self, targets: Sequence[ast.expr]) -> list[_Replacement]:
         """Return a replacement for each object of the first name in ``targets`` that has several; none without one."""
-        names = (each.id for target in targets for each in walk(target) if isinstance(each, ast.Name))
+        names = (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
         repeated = next((name for name in names if name in self._several), "")
         return [
             _Replacement({**self._found, repeated: one}, self._several, self._named, self._running)
@@ -570,7 +569,7 @@ def _parts(name: ast.expr) -> set[str]:
 
 def _stored(node: ast.AST) -> Iterator[str]:
     """Yield the attributes and the containers of items that the source assigns."""
-    for each in walk(node):
+    for each in ast.walk(node):
         if isinstance(each, ast.AugAssign):
             continue
         match each:
@@ -596,7 +595,7 @@ def _stored_by(target: ast.expr) -> Iterator[str]:
 
 def _returns(function: ast.AST) -> Iterator[ast.Return]:
     """Yield the ``return`` statements of a function, without those of functions inside of it."""
-    for child in children(function):
+    for child in ast.iter_child_nodes(function):
         if isinstance(child, ast.Return):
             yield child
         elif not isinstance(child, _INNER):

@@ -52,7 +52,6 @@ from holdfast.session.variables.called_functions import (
     value_at,
 )
 from holdfast.session.variables.hooks import HookSearch, methods_of_function
-from holdfast.session.variables.tree_nodes import walk
 
 DEPTH_MAX = 3
 BODIES_MAX = 50
@@ -141,7 +140,7 @@ def _copies(file: str, nodes: Sequence[ast.AST]) -> list[ast.AST]:
     # A second parse takes a hundredth of the time of a copy.
     tree = new_tree_of(file)
     wanted = {_place(node): None for node in nodes}
-    found = {at: node for node in walk(tree) if (at := _place(node)) in wanted}
+    found = {at: node for node in ast.walk(tree) if (at := _place(node)) in wanted}
     return [found[at] for at in wanted if at in found]
 
 
@@ -180,14 +179,14 @@ class _Bodies(ast.NodeTransformer):
         self._place = place
         self._inner = inner
         self._loop = loop
-        attributes = (node for node in walk(loop) if isinstance(node, ast.Attribute))
+        attributes = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute))
         self._assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
         self._variables = {
             node.id
-            for node in walk(loop)
+            for node in ast.walk(loop)
             if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
         }
-        for node in walk(tree_of(place[0])):
+        for node in ast.walk(tree_of(place[0])):
             if isinstance(node, ast.Global | ast.Nonlocal):
                 self._variables.update(node.names)
         self._count = 0  # bodies

@@ -35,7 +35,6 @@ from holdfast.runtime.worker.script_frames import (
     variable_of,
 )
 from holdfast.session.variables.script_trees import parsed
-from holdfast.session.variables.tree_nodes import children, walk
 
 LOCAL = "@"
 """Character in the new name of a local variable of a called function. No variable of a script has it."""
@@ -344,7 +343,7 @@ def _definition_of_lambda(code: CodeType) -> ast.FunctionDef | None:
     names = list(code.co_varnames[: code.co_argcount])
     found = [
         node
-        for node in walk(new_tree_of(code.co_filename))
+        for node in ast.walk(new_tree_of(code.co_filename))
         if isinstance(node, ast.Lambda)
         and node.lineno == code.co_firstlineno
         and [each.arg for each in (*node.args.posonlyargs, *node.args.args)] == names
@@ -404,13 +403,13 @@ class CallerNames(ast.NodeTransformer):
         self._mark = mark
         stored = {
             node.id
-            for node in walk(definition)
+            for node in ast.walk(definition)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
-        arguments = {node.arg for node in walk(definition.args) if isinstance(node, ast.arg)}
+        arguments = {node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)}
         declared = {
             name
-            for node in walk(definition)
+            for node in ast.walk(definition)
             if isinstance(node, ast.Global | ast.Nonlocal)
             for name in node.names
         }
@@ -441,7 +440,7 @@ class CallerNames(ast.NodeTransformer):
         bound = {id(value): name for name, value in self._given.items() if name not in self._same}
 
         def named(value: ast.expr) -> ast.expr:
-            if id(value) not in bound or not any(isinstance(part, CallWithBody) for part in walk(value)):
+            if id(value) not in bound or not any(isinstance(part, CallWithBody) for part in ast.walk(value)):
                 return value
             return ast.copy_location(ast.Name(f"{bound[id(value)]}{self._mark}", ast.Load()), value)
 
@@ -490,6 +489,6 @@ def _returned(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Return):
         return [] if node.value is None else [node.value]
     # An expression may have the body of another function, whose returns are not those of this one.
-    inside = (child for child in children(node) if not isinstance(child, ast.expr))
+    inside = (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
     found = [value for child in inside for value in _returned(child)]
     return [*found, node.test] if found and isinstance(node, ast.If) else found

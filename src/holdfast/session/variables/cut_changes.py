@@ -27,7 +27,6 @@ from holdfast.session.variables.called_functions import LOCAL, CallWithBody, cha
 from holdfast.session.variables.data_flow import assigned_value, changed_by, targets, value_now, written
 from holdfast.session.variables.deciding_variables import Places, described, inside_scope, is_over_steps
 from holdfast.session.variables.set_once import is_collective
-from holdfast.session.variables.tree_nodes import children
 from holdfast.session.variables.update_sources import changes_in, dotted
 
 HINT = (
@@ -173,7 +172,7 @@ class _Order:
                 return [node.func, *node.args, *node.keywords, *node.body]
             case ast.If() if self._evaluates and (value := _in_evaluation(node.test)) is not None:
                 return [node.test, *(node.body if value else node.orelse)]
-        return list(children(node))
+        return list(ast.iter_child_nodes(node))
 
 
 def _in_evaluation(test: ast.expr) -> bool | None:

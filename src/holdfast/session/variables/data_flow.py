@@ -24,7 +24,6 @@ from holdfast.session.variables.called_functions import (
     has_script_method,
 )
 from holdfast.session.variables.library_meters import RESET, changes_meter
-from holdfast.session.variables.tree_nodes import children, walk
 
 Loop = ast.For | ast.While
 Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For
@@ -179,7 +178,7 @@ def _fills_cache(assignment: Assignment, tests: Sequence[ast.expr]) -> bool:
 
 def _methods_in(block: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield the name of each method that ``block`` calls (``past.mean``), and the name of its object (``past``)."""
-    for node in walk(block):
+    for node in ast.walk(block):
         match node:
             case ast.Call(func=ast.Attribute(value=owner) as called) if chain(called):
                 yield chain(called), chain(owner)
@@ -225,7 +224,7 @@ class _DataFlow:
         if isinstance(node, Loop) or not loops:
             loops = (*loops, node)
         self._loops[id(node)] = loops
-        for child in children(node):
+        for child in ast.iter_child_nodes(node):
             if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):  # runs later
                 self._add(child, loops)
         self._end[id(node)] = len(self._number)
@@ -300,7 +299,9 @@ def _objects_of_methods(expression: ast.AST) -> set[str]:
 def _behind_value(expression: ast.AST) -> Iterator[ast.AST]:
     """Yield ``expression`` and the nodes below it on which its value depends."""
     yield expression
-    inside = expression.results() if isinstance(expression, CallWithBody) else children(expression)
+    inside = (
+        expression.results() if isinstance(expression, CallWithBody) else ast.iter_child_nodes(expression)
+    )
     for part in inside:
         yield from _behind_value(part)
 
@@ -383,7 +384,7 @@ def _text_of(test: ast.expr) -> str:
 
     A condition that calls a function of the script equals no other.
     """
-    called = any(isinstance(node, CallWithBody) for node in walk(test))
+    called = any(isinstance(node, CallWithBody) for node in ast.walk(test))
     return f"{id(test)}" if called else ast.unparse(test)
 
 
@@ -422,10 +423,10 @@ def _caches(block: ast.AST) -> set[str]:
         for name, own in fills.items()
         if all(_written_under(fill.guard, every) <= behind[fill.guard] for fill in own)
     }
-    for each in walk(block):
+    for each in ast.walk(block):
         if isinstance(each, ast.If):
             caches |= _made_again(each, block, every, stored)
-    changed = (changed_by(node) for node in walk(block) if isinstance(node, ast.Call))
+    changed = (changed_by(node) for node in ast.walk(block) if isinstance(node, ast.Call))
     return caches - {name for name, *_ in filter(None, changed)}
 
 
@@ -567,14 +568,14 @@ def _only_fills_ask(name: str, block: ast.AST) -> bool:
     """Return whether ``block`` asks for the keys of a container only in conditions around its entries."""
     allowed: set[int] = set()
     entries = False
-    for node in walk(block):
+    for node in ast.walk(block):
         match node:
             case ast.Subscript(value=owner) if chain(owner) == name:
                 allowed.add(id(owner))
                 entries = entries or not isinstance(node.ctx, ast.Load)
             case ast.If(test=ast.Compare(ops=[ast.NotIn()], comparators=[owner])):
                 allowed.add(id(owner))
-    loads = (node for node in walk(block) if isinstance(node, ast.expr) and chain(node) == name)
+    loads = (node for node in ast.walk(block) if isinstance(node, ast.expr) and chain(node) == name)
     return not entries or all(id(node) in allowed for node in loads)
 
 
@@ -598,12 +599,10 @@ def assigned(block: ast.AST) -> Iterator[tuple[Assignment, tuple[ast.expr, ...]]
 def resets(block: ast.AST) -> Iterator[tuple[str, tuple[ast.expr, ...]]]:
     """Yield the meters of libraries that ``block`` resets (``meter.reset()``), each with the conditions around it."""
     for node, tests in _conditioned(block):
-        match node:
-            case ast.Call(func=ast.Attribute(attr=method, value=owner)) if method == RESET and (
-                name := chain(owner)
-            ):
-                if changes_meter(value_now(name), method):
-                    yield name, tests
+        if isinstance(node, ast.Call) and (change := _change_of_meter(node.func)) is not None:
+            name, whole = change
+            if whole:
+                yield name, tests
 
 
 def _conditioned(block: ast.AST) -> Iterator[tuple[ast.AST, tuple[ast.expr, ...]]]:
@@ -612,7 +611,7 @@ def _conditioned(block: ast.AST) -> Iterator[tuple[ast.AST, tuple[ast.expr, ...]
     while ahead:
         node, tests = ahead.pop()
         yield node, tests
-        for child in reversed(list(children(node))):
+        for child in reversed(list(ast.iter_child_nodes(node))):
             inside = isinstance(node, ast.If) and child is not node.test
             ahead.append((child, (*tests, node.test) if inside else tests))  # type: ignore[attr-defined]
 
@@ -676,7 +675,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
                 yield from _items(part)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             own = {use.name for each in node.generators for use in uses(each.target)}
-            for child in children(node):
+            for child in ast.iter_child_nodes(node):
                 inside = uses(child, results=results)
                 yield from (use for use in inside if own.isdisjoint((use.name, *owners_of(use.name))))
         case ast.Name():
@@ -708,7 +707,7 @@ def _items(node: ast.AST, *, results: bool = False) -> Iterator[_Item]:
             for part in node.results():
                 yield from _items(part, results=True)
         case _:
-            for child in children(node):
+            for child in ast.iter_child_nodes(node):
                 yield from _items(child, results=results)
 
 
@@ -744,7 +743,7 @@ def _swept(block: ast.AST) -> set[str]:
 
     Each step then writes all items that it uses: the storage of a rollout (``rows["x"][t] = seen``).
     """
-    inner = [node.target for node in walk(block) if isinstance(node, ast.For) and node is not block]
+    inner = [node.target for node in ast.walk(block) if isinstance(node, ast.For) and node is not block]
     positions, swept, others = written(inner), set[str](), set[str]()
     for assignment, _ in assigned(block):
         for target in targets(assignment):
@@ -775,7 +774,7 @@ def _change(call: ast.Call, name: str, whole: bool) -> Iterator[_Item]:
     """Yield the uses of variables in ``call``, which changes the variable ``name`` (``whole``: all of it)."""
     if not whole:
         yield VariableUse(name, False, None)
-    for child in (*call.args, *call.keywords) if whole else children(call):
+    for child in (*call.args, *call.keywords) if whole else ast.iter_child_nodes(call):
         yield from _items(child)
     yield from _with_container(VariableUse(name, True, None))
 
@@ -873,7 +872,7 @@ _remembered: ContextVar[dict[str, object] | None] = ContextVar("values of variab
 
 @contextmanager
 def remembered_values() -> Iterator[None]:
-    """Let :func:`value_now` look up each variable once. The script must stand still in this context.
+    """Let :func:`value_now` look up each variable once. No code of the script may run in this context.
 
     A search asks for the value of one variable at each of its uses, and each look-up copies the variables of all stack
     frames.

@@ -49,7 +49,6 @@ from holdfast.session.variables.data_flow import (
     written,
     written_first,
 )
-from holdfast.session.variables.tree_nodes import children, walk
 from holdfast.session.variables.update_sources import changed, dotted, sources
 
 Places = tuple[tuple[str, int], ...]
@@ -147,7 +146,7 @@ def file_variables(places: Places) -> tuple[PlacedVariable, ...]:
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
         loop = outermost_loop(places[: depth + 1])
-        tests = [node.test for node in walk(loop) if isinstance(node, ast.If) and _has_save(node)]
+        tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and _has_save(node)]
         names = carried(loop, tests).items()
         found.update((PlacedVariable(name, place, partly), None) for name, partly in names)
     return tuple(each for each in found if LOCAL not in each.name)
@@ -168,7 +167,7 @@ def stores(places: Places) -> tuple[PlacedVariable, ...]:
 
 
 def _has_save(node: ast.If) -> bool:
-    return any(isinstance(each, ast.Call) and _SAVES.search(dotted(each.func)) for each in walk(node))
+    return any(isinstance(each, ast.Call) and _SAVES.search(dotted(each.func)) for each in ast.walk(node))
 
 
 @cache
@@ -280,7 +279,7 @@ def filled(places: Places) -> frozenset[str]:
         for target in targets(assignment):
             adds = isinstance(assignment, ast.AugAssign) or _is_item(target)
             (found if adds else others).update(written([target]))
-    for node in walk(loop):
+    for node in ast.walk(loop):
         match node:
             case ast.Call(func=ast.Attribute(attr=method, value=owner)) if method in _ADDS:
                 found.add(chain(owner))
@@ -334,7 +333,7 @@ def _blocks(inside: Iterable[ast.AST]) -> list[ast.With]:
 def _names_of_items(loop: ast.AST) -> set[str]:
     """Return the variables that ``for`` loops and ``with`` statements in ``loop`` assign."""
     found: set[str] = set()
-    for node in walk(loop):
+    for node in ast.walk(loop):
         match node:
             case (
                 ast.For(target=target)
@@ -362,7 +361,7 @@ def _without(names: Iterable[str], left_out: set[str]) -> frozenset[str]:
 
 def _is_position(test: ast.expr) -> bool:
     """Return whether a condition tests the position in an epoch: ``step.last_in_epoch``, ``i % n``, ``i == 0``."""
-    for node in walk(test):
+    for node in ast.walk(test):
         match node:
             case ast.Attribute(attr="last_in_epoch") | ast.BinOp(op=ast.Mod()):
                 return True
@@ -419,13 +418,13 @@ def _number_to_steps(scope: ast.AST, loops: Sequence[ast.AST]) -> int:
 
 def _ends_with_call(scope: ast.AST) -> bool:
     """Return whether ``scope`` is a function that yields no values, so its local variables end with its call."""
-    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in walk(scope))
+    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(scope))
     return not isinstance(scope, ast.Module) and not yields
 
 
 def _outside_names(scope: ast.AST) -> set[str]:
     """Return the variables that a function takes from outside by ``global`` or ``nonlocal``."""
-    declared = (node for node in walk(scope) if isinstance(node, ast.Global | ast.Nonlocal))
+    declared = (node for node in ast.walk(scope) if isinstance(node, ast.Global | ast.Nonlocal))
     return {name for node in declared for name in node.names}
 
 
@@ -446,7 +445,7 @@ def _summed(places: Places, state: frozenset[str]) -> Iterator[tuple[str, tuple[
             yield name, places[-1]
         elif inner:
             yield _MARK.sub("", name), places[inner[0]]
-    calls = [each for node in wanted for each in walk(node) if isinstance(each, CallWithBody)]
+    calls = [each for node in wanted for each in ast.walk(node) if isinstance(each, CallWithBody)]
     if inner and any(map(_loops_over_steps, calls)):
         yield from _returned_sums(places[: inner[0] + 1])
 
@@ -458,7 +457,7 @@ def _returned_sums(places: Places) -> Iterator[tuple[str, tuple[str, int]]]:
     function they are not.
     """
     function = with_bodies(places[-1], inside_scope(*places[-1])[:1], places[:-1])[0]
-    returned = [node.value for node in walk(function) if isinstance(node, ast.Return) and node.value]
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
     wanted = expressions_behind(function, returned)
     for loop in _loops_over_steps(function):
         yield from ((name, places[-1]) for name in carried(loop, wanted) if LOCAL not in name)
@@ -471,7 +470,7 @@ def _loops_over_steps(tree: ast.AST) -> list[ast.For]:
         value = assigned_value(assignment)
         if value is not None and not isinstance(assignment, ast.For) and _has_steps(value):
             bars |= written(targets(assignment))
-    loops = [node for node in walk(tree) if isinstance(node, ast.For)]
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
     return [loop for loop in loops if _has_steps(loop.iter) or not bars.isdisjoint(names_in([loop.iter]))]
 
 
@@ -488,14 +487,14 @@ def is_over_steps(loop: ast.For, scope: ast.AST) -> bool:
 
 
 def _has_steps(value: ast.AST) -> bool:
-    calls = (each.func for each in walk(value) if isinstance(each, ast.Call))
+    calls = (each.func for each in ast.walk(value) if isinstance(each, ast.Call))
     return any(isinstance(each, ast.Attribute) and each.attr == "steps" for each in calls)
 
 
 def _drawn(block: ast.AST) -> Iterator[str]:
     """Yield the iterators from which ``block`` takes an item with ``next``, unless ``block`` assigns them."""
     own = {name for assignment, _ in assigned(block) for name in written(targets(assignment))}
-    for node in walk(block):
+    for node in ast.walk(block):
         match node:
             case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source) not in {"", *own}:
                 yield chain(source)
@@ -510,7 +509,7 @@ def inside_scope(file: str, line: int) -> list[ast.AST]:
 
 def _enclosing(node: ast.AST, line: int) -> Iterator[ast.AST]:
     """Yield the nodes below ``node`` that contain ``line``, the outermost node first."""
-    for child in children(node):
+    for child in ast.iter_child_nodes(node):
         if getattr(child, "lineno", line + 1) <= line <= (getattr(child, "end_lineno", None) or 0):
             yield child
             yield from _enclosing(child, line)
@@ -519,8 +518,12 @@ def _enclosing(node: ast.AST, line: int) -> Iterator[ast.AST]:
 
 def _skips(block: ast.AST, line: int) -> Iterator[ast.expr]:
     """Yield the conditions of ``if`` statements before ``line`` that may leave ``block`` early (``continue``)."""
-    for node in walk(block):
-        if isinstance(node, ast.If) and node.lineno < line and any(isinstance(n, LEAVES) for n in walk(node)):
+    for node in ast.walk(block):
+        if (
+            isinstance(node, ast.If)
+            and node.lineno < line
+            and any(isinstance(n, LEAVES) for n in ast.walk(node))
+        ):
             yield node.test
 
 
@@ -530,7 +533,7 @@ def _leaving(loop: ast.AST, *, inner: bool = False) -> Iterator[ast.expr]:
     Args:
         inner: this part is in an inner loop, so a ``break`` leaves only the inner loop.
     """
-    parts = [*loop.results()] if isinstance(loop, CallWithBody) else list(children(loop))
+    parts = [*loop.results()] if isinstance(loop, CallWithBody) else list(ast.iter_child_nodes(loop))
     for node in parts:
         if isinstance(node, _Scope | ast.ClassDef | ast.Lambda):
             continue
@@ -549,5 +552,5 @@ def _ends(node: ast.AST, *, inner: bool) -> bool:
             return True
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             return False
-    parts = node.results() if isinstance(node, CallWithBody) else children(node)
+    parts = node.results() if isinstance(node, CallWithBody) else ast.iter_child_nodes(node)
     return any(_ends(child, inner=inner or isinstance(node, Loop)) for child in parts)

@@ -36,7 +36,6 @@ from holdfast.session.variables.called_functions import (
 from holdfast.session.variables.data_flow import assigned, names_in, targets, uses, written
 from holdfast.session.variables.deciding_variables import Places, outermost_loop
 from holdfast.session.variables.set_once import is_collective
-from holdfast.session.variables.tree_nodes import children, walk
 from holdfast.session.variables.update_sources import sources
 from holdfast.text import plural
 
@@ -106,7 +105,7 @@ class _Ask(NamedTuple):
 
 def _asks(loop: ast.AST, names: set[str]) -> Iterator[_Ask]:
     """Yield each ``if`` in ``loop`` that asks about one of ``names``."""
-    fields = (getattr(node, field, None) for node in walk(loop) for field in _STATEMENTS)
+    fields = (getattr(node, field, None) for node in ast.walk(loop) for field in _STATEMENTS)
     for statements in (each for each in fields if isinstance(each, list)):
         for number, each in enumerate(statements, 1):
             if isinstance(each, ast.If) and (asked := _named([each.test]) & names):
@@ -121,7 +120,7 @@ def _named(nodes: Sequence[ast.AST]) -> set[str]:
 
 def _written_elsewhere(loop: ast.AST, asks: Sequence[_Ask]) -> set[str]:
     """Return the variables with an assignment that no condition in ``asks`` decides about."""
-    inside = {id(node) for ask in asks for statement in ask.statements for node in walk(statement)}
+    inside = {id(node) for ask in asks for statement in ask.statements for node in ast.walk(statement)}
     return {
         name
         for assignment, _ in assigned(loop)
@@ -144,7 +143,7 @@ def _only_writes(names: set[str], statements: Sequence[ast.stmt], read: Mapping[
                 return False
             case ast.Continue() | ast.Break() | ast.Yield() | ast.YieldFrom():
                 return False
-    every = (node for statement in statements for node in walk(statement))
+    every = (node for statement in statements for node in ast.walk(statement))
     if any(is_collective(node) or _is_step(node) for node in every):
         return False
     if sources(ast.Module(list(statements), []), frozenset()):
@@ -156,7 +155,7 @@ def _only_writes(names: set[str], statements: Sequence[ast.stmt], read: Mapping[
 def _of_function(node: ast.AST) -> Iterator[ast.AST]:
     """Yield ``node`` and the nodes below it, without the bodies of the functions that it calls."""
     yield node
-    for child in node.args if isinstance(node, CallWithBody) else children(node):
+    for child in node.args if isinstance(node, CallWithBody) else ast.iter_child_nodes(node):
         yield from _of_function(child)
 
 
@@ -218,7 +217,7 @@ class _Reads:
             case ast.Name() | ast.Attribute() if chain(node) in self._names:
                 self.others.add(chain(node))
             case _:
-                self._visit_all(children(node))
+                self._visit_all(ast.iter_child_nodes(node))
 
     def _visit_all(self, nodes: Any) -> None:
         for each in nodes:
@@ -230,7 +229,7 @@ class _Reads:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(node, ast.AugAssign) or not chain(target):
                 self.others |= {name for name in self._names if name in written([target])}
-                self._visit_all(children(target) if isinstance(target, ast.Subscript) else [])
+                self._visit_all(ast.iter_child_nodes(target) if isinstance(target, ast.Subscript) else [])
 
     def _add(self, name: str, dimensions: set[int] | None) -> None:
         if dimensions is None:
@@ -263,7 +262,9 @@ class _Reads:
                     return None
                 case _:
                     found.add(dimension)
-            if any(isinstance(each, ast.UnaryOp) and isinstance(each.op, ast.USub) for each in walk(part)):
+            if any(
+                isinstance(each, ast.UnaryOp) and isinstance(each.op, ast.USub) for each in ast.walk(part)
+            ):
                 return None  # counted from the end
             dimension += 1
         return found if found and self._names.isdisjoint(_named([index])) else None

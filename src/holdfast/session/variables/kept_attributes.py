@@ -29,7 +29,6 @@ from holdfast.session.variables.called_functions import (
     definition,
     of_script,
 )
-from holdfast.session.variables.tree_nodes import children, walk
 
 ITEMS_MAX = 1000
 _WHOLE = ("__dict__", "__getstate__")
@@ -114,7 +113,7 @@ def _items(owner: object, source: ast.FunctionDef, own: str) -> dict[str, list[o
         own: the name of ``owner`` in the method.
     """
     found: dict[str, list[object]] = {}
-    for loop in walk(source):
+    for loop in ast.walk(source):
         if not isinstance(loop, ast.For | ast.comprehension):
             continue
         containers = [
@@ -123,7 +122,7 @@ def _items(owner: object, source: ast.FunctionDef, own: str) -> dict[str, list[o
             if chain(node).startswith(f"{own}.")
         ]
         items = [held for _, *names in containers for _, held in first_items(_value(owner, names), ITEMS_MAX)]
-        for name in (each.id for each in walk(loop.target) if isinstance(each, ast.Name)):
+        for name in (each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)):
             found.setdefault(name, []).extend(items)
     return found
 
@@ -141,7 +140,7 @@ def _value(owner: object, names: list[str]) -> object:
 
 def _chains(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the longest chains of attributes (``self.a.b``) below ``node``."""
-    for child in children(node):
+    for child in ast.iter_child_nodes(node):
         if chain(child):
             yield child
         else:

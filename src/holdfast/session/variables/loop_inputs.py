@@ -38,7 +38,6 @@ from holdfast.session.variables.deciding_variables import (
     loops_around,
     scope_of,
 )
-from holdfast.session.variables.tree_nodes import children, walk
 from holdfast.session.variables.update_sources import dotted, sources
 
 _SESSION = re.compile(r"(^|\.)session$")
@@ -176,16 +175,16 @@ def _region(places: Places, search: _InputSearch) -> Iterator[ast.AST]:
 
 def _begin_of_session(scope: ast.AST, line: int) -> int | None:
     """Return the last line up to ``line`` in which ``scope`` begins a session; None if there is none."""
-    calls = (node for node in walk(scope) if isinstance(node, ast.Call) and node.lineno <= line)
+    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and node.lineno <= line)
     return max((node.lineno for node in calls if _SESSION.search(dotted(node.func))), default=None)
 
 
 def _after(node: ast.AST, begin: int, loop: ast.AST | None) -> Iterator[ast.AST]:
     """Yield the largest subtrees of ``node`` that come after line ``begin`` and do not contain ``loop``."""
-    for child in children(node):
+    for child in ast.iter_child_nodes(node):
         if child is loop:
             continue
-        if getattr(child, "lineno", 0) > begin and all(each is not loop for each in walk(child)):
+        if getattr(child, "lineno", 0) > begin and all(each is not loop for each in ast.walk(child)):
             yield child
         else:
             yield from _after(child, begin, loop)
@@ -195,7 +194,7 @@ def _parameters(place: tuple[str, int]) -> set[str]:
     """Return the names of the parameters of the function at ``place``."""
     match scope_of(*place):
         case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
-            return {each.arg for each in walk(arguments) if isinstance(each, ast.arg)}
+            return {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)}
     return set()
 
 
@@ -207,7 +206,7 @@ def _argument(place: tuple[str, int], parameter: str, caller: tuple[str, int]) -
     scope = scope_of(*place)
     if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
-    for node in walk(scope_of(*caller)):
+    for node in ast.walk(scope_of(*caller)):
         match node:
             case ast.Call(func=called) if node.lineno <= caller[1] <= (node.end_lineno or 0) and (
                 dotted(called).rpartition(".")[2] == scope.name

@@ -44,7 +44,6 @@ from holdfast.session.variables.data_flow import carried
 from holdfast.session.variables.deciding_variables import PlacedVariable, Places, outermost_loop
 from holdfast.session.variables.growing_tables import GrowingTables, growing_in
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
-from holdfast.session.variables.tree_nodes import walk
 
 MODULES_MAX = 20_000
 CLASSES_MAX = 50
@@ -55,38 +54,73 @@ _ITEMS_MAX = 1000
 
 
 class ModuleVariables(NamedTuple):
-    """The variables in modules, and those of them that are tables which only grow."""
+    """The variables in modules.
+
+    Attributes:
+        placed: the variables in modules of the script.
+        growing: those of them that are tables which only grow.
+        of_libraries: the variables in modules of libraries, without such tables. The search of foreign code is less
+            certain than that of the script, so they are for a warning only.
+    """
 
     placed: tuple[PlacedVariable, ...]
     growing: GrowingTables
+    of_libraries: tuple[PlacedVariable, ...] = ()
 
 
 NO_MODULES = ModuleVariables((), GrowingTables())
 
 
-def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariables:
+def module_variables(places: Places, source: DescribesUpdates, *, libraries: bool) -> ModuleVariables:
     """Return the variables that the forward passes of the trained modules carry from block to block.
 
     Args:
         places: file and line of the stack frames, the innermost frame first.
         source: the adapter, which knows the trained weights.
+        libraries: also search the modules of libraries other than torch. Only the file of the module's class is read.
     """
+    own: list[NamedModule] = []
+    foreign: dict[str, list[NamedModule]] = {}
+    for each in _modules_in(_trained(places, source)):
+        if not is_of_library(each.module) or has_script_method(each.module, _STEP):
+            own.append(each)
+        elif libraries and (file := _library_file(each.module)):
+            foreign.setdefault(file, []).append(each)
+    of_libraries: list[PlacedVariable] = []
+    for file, modules in foreign.items():
+        with counted_as_script(file):
+            placed, growing = _of_modules(modules, places[-1])
+        grown = growing.tables.keys() | growing.sizes
+        of_libraries += [each for each in placed if each.name not in grown]
+    return ModuleVariables(*_of_modules(own, places[-1]), tuple(of_libraries))
+
+
+def _library_file(module: object) -> str:
+    """Return the file with the forward pass of a module of a library; empty for a module of torch."""
+    forward = static_of(type(module), "forward")
+    if not isinstance(forward, FunctionType) or forward.__module__.split(".")[0] == "torch":
+        return ""
+    return forward.__code__.co_filename
+
+
+def _of_modules(
+    modules: Iterable[NamedModule], place: tuple[str, int]
+) -> tuple[tuple[PlacedVariable, ...], GrowingTables]:
+    """Return the variables that the passes of ``modules`` carry, and their growing tables."""
     found: dict[str, bool] = {}
     tables: dict[str, frozenset[int]] = {}
     sizes: set[str] = set()
     writers = AttributeWriters()
     classes: dict[type, tuple[str, dict[str, bool], GrowingTables]] = {}
-    for module, name in _modules_in(_trained(places, source)):
+    for module, name in modules:
         kind, path = type(module), chain(name)
-        if is_of_library(module) and not has_script_method(module, _STEP):
-            continue
         holders = (module, *instance_of(module).values())
         if len(found) >= VARIABLES_MAX or not any(writers.may_write(holder) for holder in holders):
             continue
         if kind not in classes:
             if len(classes) >= CLASSES_MAX:
                 continue
-            classes[kind] = (path, *_of_module(module, name, places[-1]))
+            classes[kind] = (path, *_of_module(module, name, place))
         first, names, growing = classes[kind]
 
         def here(of_first: str, first: str = first, path: str = path) -> str:
@@ -95,40 +129,8 @@ def module_variables(places: Places, source: DescribesUpdates) -> ModuleVariable
         found.update((here(each), partly) for each, partly in names.items())
         tables.update((here(each), dimensions) for each, dimensions in growing.tables.items())
         sizes.update(map(here, growing.sizes))
-    placed = (PlacedVariable(name, places[-1], partly) for name, partly in found.items())
-    return ModuleVariables(tuple(placed), GrowingTables(tables, frozenset(sizes)))
-
-
-def library_variables(places: Places, source: DescribesUpdates) -> tuple[PlacedVariable, ...]:
-    """Return the variables that the forward passes of trained modules of libraries carry from block to block.
-
-    Only the file of the module's class is read, and no module of torch itself. The search of foreign code is less
-    certain than that of the script, so its result is for a warning.
-
-    Args:
-        places, source: as in :func:`module_variables`.
-    """
-    found: dict[str, None] = {}
-    classes: dict[type, tuple[str, tuple[str, ...]]] = {}
-    for module, name in _modules_in(_trained(places, source)):
-        kind, path = type(module), chain(name)
-        forward = static_of(kind, "forward")
-        if not is_of_library(module) or not isinstance(forward, FunctionType) or len(found) >= VARIABLES_MAX:
-            continue
-        if forward.__module__.split(".")[0] == "torch":
-            continue
-        if kind not in classes:
-            if len(classes) >= CLASSES_MAX:
-                continue
-            names: dict[str, bool] = {}
-            with counted_as_script(forward.__code__.co_filename):
-                if AttributeWriters().may_write(module):
-                    names, growing = _of_module(module, name, places[-1])
-                    names = {each: partly for each, partly in names.items() if each not in growing.tables}
-            classes[kind] = path, tuple(names)
-        first, carried_names = classes[kind]
-        found.update((path + each.removeprefix(first), None) for each in carried_names)
-    return tuple(PlacedVariable(name, places[-1], partly=False) for name in found)
+    placed = (PlacedVariable(name, place, partly) for name, partly in found.items())
+    return tuple(placed), GrowingTables(tables, frozenset(sizes))
 
 
 def _of_module(
@@ -166,7 +168,7 @@ def _of_module(
 def _trained(places: Places, source: DescribesUpdates) -> Iterator[NamedModule]:
     """Yield the trained modules of the script, each with its expression."""
     place = places[-1]
-    called = [node.func for node in walk(outermost_loop(places)) if isinstance(node, ast.Call)]
+    called = [node.func for node in ast.walk(outermost_loop(places)) if isinstance(node, ast.Call)]
     for name in (each for each in called if chain(each) and LOCAL not in chain(each)):
         yield from _if_trained(unwrapped(value_at(chain(name), place), name, place), place, source)
     for variable, value in variables_of_script().items():

@@ -19,7 +19,6 @@ from holdfast.session.variables.deciding_variables import (
     Places,
     outermost_loop,
 )
-from holdfast.session.variables.tree_nodes import walk
 from holdfast.session.variables.update_sources import dotted
 
 
@@ -64,5 +63,5 @@ def _times(loop: ast.AST) -> set[str]:
 
 
 def _reads_clock(value: ast.expr) -> bool:
-    called = (dotted(node.func) for node in walk(value) if isinstance(node, ast.Call))
+    called = (dotted(node.func) for node in ast.walk(value) if isinstance(node, ast.Call))
     return any(name.startswith(("time.", "datetime.")) or name in ("time", "perf_counter") for name in called)

@@ -40,7 +40,6 @@ from holdfast.session.variables.data_flow import (
     written,
 )
 from holdfast.session.variables.deciding_variables import Places, block_at, outermost_loop
-from holdfast.session.variables.tree_nodes import children, walk
 
 _COLLECTIVE = re.compile(r"(all_(reduce|gather|to_all)\w*|reduce_scatter\w*|broadcast(_object_list)?)$")
 _OUTPUTS = ("tensor", "tensor_list", "output", "output_tensor", "object_list", "output_tensor_list")
@@ -115,16 +114,16 @@ class _OnceSearch:
                 self.run([*node.args, *(keyword.value for keyword in node.keywords)])
                 self.run(node.body)
             case ast.Call():
-                self.run(list(children(node)))
+                self.run(list(ast.iter_child_nodes(node)))
                 if is_collective(node):
                     self._summed |= names_in(_output(node))
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
-                self.run(list(children(node)))
+                self.run(list(ast.iter_child_nodes(node)))
                 self._assign(node)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
                 return
             case _:
-                self.run(list(children(node)))
+                self.run(list(ast.iter_child_nodes(node)))
 
     def _assign(self, node: Assignment) -> None:
         value, names = assigned_value(node), written(targets(node))
@@ -134,7 +133,7 @@ class _OnceSearch:
         (self.once if once else self.others).update(names)
         if _is_handle(value):
             return
-        if any(map(is_collective, walk(value))) or self._is_summed(names_in([value])):
+        if any(map(is_collective, ast.walk(value))) or self._is_summed(names_in([value])):
             self._summed |= names
             if once:
                 self.sums |= names
@@ -165,7 +164,7 @@ def _is_handle(value: ast.expr) -> bool:
 
     The search ignores such a call, because a ``wait()`` in a later block is refused.
     """
-    calls = (node for node in walk(value) if isinstance(node, ast.Call) and is_collective(node))
+    calls = (node for node in ast.walk(value) if isinstance(node, ast.Call) and is_collective(node))
     return any(
         each.arg == "async_op" and not _is_false(each.value) for call in calls for each in call.keywords
     )

@@ -22,7 +22,6 @@ from holdfast.session.variables.called_functions import (
     is_of_library,
 )
 from holdfast.session.variables.data_flow import assigned, assigned_value, targets, uses, value_now, written
-from holdfast.session.variables.tree_nodes import children, walk
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _CLIPS = re.compile(r"(^|[._])clip_grad")
@@ -48,7 +47,7 @@ def changes_in(body: ast.AST, state: Set[str]) -> frozenset[int]:
     The arguments are those of :func:`sources`.
     """
     tensors = _tensors(body, state)
-    return frozenset(id(node) for node in walk(body) if _values(node, tensors) is not None)
+    return frozenset(id(node) for node in ast.walk(body) if _values(node, tensors) is not None)
 
 
 def changed(loop: ast.AST) -> set[str]:
@@ -57,7 +56,7 @@ def changed(loop: ast.AST) -> set[str]:
     An element whose key is a constant string has a separate name (``past["step"]``).
     """
     found = {_name(target) for assignment, _ in assigned(loop) for target in targets(assignment)}
-    return (found | {_name(_tensor(node)) for node in walk(loop)}) - {""}
+    return (found | {_name(_tensor(node)) for node in ast.walk(loop)}) - {""}
 
 
 def dotted(node: ast.expr) -> str:
@@ -140,7 +139,7 @@ def _is_one(value: ast.expr, tensors: Set[str], *, inside: bool) -> bool:
             return True
         case ast.Name() | ast.Attribute() | ast.Subscript() if _is_of(value, tensors):
             return True
-    parts = children(value) if inside else ()
+    parts = ast.iter_child_nodes(value) if inside else ()
     return any(isinstance(part, ast.expr) and _is_one(part, tensors, inside=True) for part in parts)
 
 
@@ -162,7 +161,7 @@ def _replaces(target: ast.expr, tensors: _Tensors) -> bool:
 
 def _sources(node: ast.AST, tensors: _Tensors) -> list[ast.AST] | None:
     """Return the expressions of :func:`sources` in ``node``; None if ``node`` changes nothing."""
-    inside = [_sources(part, tensors) for part in children(node)]
+    inside = [_sources(part, tensors) for part in ast.iter_child_nodes(node)]
     every = [found for found in (_values(node, tensors), *inside) if found is not None]
     if not every:
         return None

@@ -50,7 +50,7 @@ from holdfast.session.variables.deciding_variables import (
 from holdfast.session.variables.growing_tables import growing_tables
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
 from holdfast.session.variables.library_meters import meter_states
-from holdfast.session.variables.module_variables import NO_MODULES, library_variables, module_variables
+from holdfast.session.variables.module_variables import NO_MODULES, module_variables
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
     GENERATOR,
@@ -184,7 +184,9 @@ class UpdateVariables:
         return found
 
     def _search(self, places: Places, state: frozenset[str]) -> Names:
-        of_modules = NO_MODULES if self._source is None else module_variables(places, self._source)
+        of_modules = NO_MODULES
+        if self._source is not None:
+            of_modules = module_variables(places, self._source, libraries=self._warns)
         placed = (*placed_variables(places, update=True, state=state), *of_modules.placed)
         by_place = {at: growing_tables(places[: depth + 1]) for depth, at in enumerate(places)}
         tables = {name for each in (of_modules.growing, *by_place.values()) for name in each.tables}
@@ -204,9 +206,7 @@ class UpdateVariables:
                 self.set_once[name] = once[name]
         if self._warns:
             self._only_warned[_FILES].update(self._undeclared(file_variables(places), places))
-            if self._source is not None:
-                of_libraries = self._undeclared(library_variables(places, self._source), places, tables)
-                self._only_warned[_MODULES].update(of_libraries)
+            self._only_warned[_MODULES].update(self._undeclared(of_modules.of_libraries, places))
         kept = kept_by([] if self._source is None else self._source.objects())
         return {
             each.name: (each.place, places)
