@@ -8,24 +8,20 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import pytest
 
 from holdfast import event_log
 from holdfast.core.launch_environment import ProcessPlace
-from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.runtime.node.process_info import start_ticks
 from holdfast.runtime.worker.library_mode import (
     Pointer,
     _find_agent,
     _refuse_twice,
-    agree_on_root,
     join_or_start_agent,
 )
-from holdfast.runtime.worker.worker_client import WorkerClient
 from tests.runtime.runs import exists, no_descriptor, until
 
 RANK = """
@@ -181,20 +177,3 @@ def test_two_processes_never_take_the_same_rank(tmp_path: Path, twice: str) -> N
             rank.wait()
             assert rank.stdout is not None
             rank.stdout.close()
-
-
-def test_ranks_that_save_to_different_places_are_refused() -> None:
-    stored: list[bytes] = []
-
-    class Keys:
-        rank = 1
-
-        def kv(self, op: str, keys: tuple[str, ...], value: bytes) -> KvReply:
-            stored.append(value)
-            return KvReply(request_id=0, value=stored[0])
-
-    client = cast(WorkerClient, Keys())
-    agree_on_root(client, "/a/device0/ckpts")
-    agree_on_root(client, "/a/device0/ckpts")
-    with pytest.raises(UsageError, match=r"/a/device1/ckpts.*/a/device0/ckpts"):
-        agree_on_root(client, "/a/device1/ckpts")

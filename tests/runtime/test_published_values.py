@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,10 +12,10 @@ import pytest
 from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import GroupError, ProtocolError, UsageError
 from holdfast.frameworks.common.adapter import StateAdapter
-from holdfast.runtime.worker.library_mode import agree_on_root
 from holdfast.runtime.worker.published_values import first_published, published
-from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.runtime.worker.worker_client import NO_SAVES, WorkerClient
 from holdfast.session.checkpoints import resume
+from holdfast.session.checkpoints.job_root import root_of_job
 from holdfast.session.loops.loop_bounds import compare_bounds, compare_turns
 
 KEY, WHEN = "holdfast/list", "before rank 0 had published the list"
@@ -24,7 +25,7 @@ def client_that_gets(*replies: KvReply) -> WorkerClient:
     """Return a client whose requests get these replies in turn, and then the last one."""
 
     class Answered:
-        rank, generation = 1, "1.1"
+        rank, generation, saves = 1, "1.1", NO_SAVES
 
         def __init__(self) -> None:
             self.left = list(replies)
@@ -41,7 +42,7 @@ def test_without_an_answer_nothing_is_compared_and_that_is_told(
 ) -> None:
     client = client_that_gets(KvReply(request_id=1, ok=False, error=error))
     caplog.set_level(logging.WARNING, "holdfast")
-    agree_on_root(client, "/ckpts")
+    assert root_of_job(client, Path("/ckpts"), later=False) == Path("/ckpts")
     compare_bounds(client, rank=1, world_size=2, loop=0, end=7)
     assert [record.getMessage() for record in caplog.records] == [
         f"holdfast: the places where the ranks save were not compared: {error}",

@@ -19,9 +19,10 @@ import torch
 
 import holdfast
 from holdfast.core.ids import Generation, MemberId
+from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import PeerLost
 from holdfast.exit_codes import Exit
-from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.runtime.worker.worker_client import NO_SAVES, WorkerClient
 from holdfast.session.session import Session
 from tests.runtime.runs import exists, until
 
@@ -181,6 +182,7 @@ def test_a_session_that_never_opened_ends_with_the_error_that_kept_it_closed(
         **{"world_size": 1, "local_rank": 0, "local_world_size": 1},
         **{"run_dir": None, "stand_in": SimpleNamespace(called=False, wait=lambda: None)},
         **{"on": lambda *given: None, "open_session": lambda: None, "on_orphaned": lambda handler: None},
+        **{"saves": NO_SAVES, "kv": lambda *given, value: KvReply(request_id=0, value=value)},
     )
 
     def refuse(session: Session, _: WorkerClient) -> None:

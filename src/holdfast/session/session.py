@@ -40,13 +40,14 @@ from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.disabled import refuse_session
 from holdfast.runtime.worker import script_end
-from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
+from holdfast.runtime.worker.library_mode import join_or_start_agent
 from holdfast.runtime.worker.process_place import seat_here
 from holdfast.runtime.worker.script_frames import place_of_error
 from holdfast.runtime.worker.user_exception import show, tell, tell_exit
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.checkpoints.checkpointer import Checkpointer
+from holdfast.session.checkpoints.job_root import root_of_job
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.resume import Candidates, Resumed, ResumeSearch, candidates
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
@@ -155,8 +156,6 @@ class Session(ScriptLoops):
         run = run_of(client, library)
         root = os.environ.get(ROOT_VARIABLE)
         self.root = (settings.checkpoint if root is None else absolute(root)) or run.checkpoints
-        if library and client is not None:
-            agree_on_root(client, "" if self.root is None else str(self.root))
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         every = run.memory_every if settings.memory is None else settings.memory
         self._finite = NonfiniteCheck(self._adapter, settings.nonfinite)
@@ -197,7 +196,7 @@ class Session(ScriptLoops):
         if self._rank.joining and client is not None:
             self._take_over(client)
         else:
-            restarted = client is not None and not library and (bool(client.resume) or restarts > 0)
+            restarted = client is not None and not library and (bool(client.saves.resume) or restarts > 0)
             self._load(lambda: candidates(settings.resume, self.root, client, run.saves_as, restarted))
         self._open()
         script_end.entered(self)
@@ -213,7 +212,16 @@ class Session(ScriptLoops):
         return join_or_start_agent(seat, exchange), True
 
     def _prepare_root(self) -> None:
-        """Check that checkpoints can be saved, before the first save. Raises: StoreWriteError: they cannot."""
+        """Take the place of the job's checkpoints, and check before the first save that it can be written.
+
+        Raises:
+            UsageError: another rank of the same start saves in another place.
+            StoreWriteError: no checkpoint can be saved.
+        """
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if self._client is not None:
+            later = self._rank.joining or restarts > 0
+            self.root = self._saver.root = root_of_job(self._client, self.root, later=later)
         if self.root is None:
             self._say("holdfast: no checkpoint directory: nothing is saved, also not when a rank is lost")
             return
@@ -224,7 +232,6 @@ class Session(ScriptLoops):
                 f"no checkpoint can be saved: {error.message}",
                 hint=error.hint or "give another place, by --root or holdfast.session(checkpoint=...)",
             ) from error
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._saver.claim(begins=not restarts and not self._rank.joining)
 
     def _load(self, look: Callable[[], Candidates]) -> None:

@@ -533,6 +533,7 @@ class StartMembers(Message, frozen=True):
     attempt: int
     members: tuple[Assignment, ...]
     resume: str = ""  # directory name below the root
+    root: str = ""  # where the job has saved so far; empty: nowhere
     restart_count: int = 0
     kv_node: str = ""  # node whose agent has the key space of the generation; empty: each agent has its own
     master_host: str = ""  # the node of rank 0, for MASTER_ADDR; empty: the agent's own setting

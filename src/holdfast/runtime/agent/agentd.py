@@ -536,6 +536,7 @@ class AgentDaemon:
                 order.master_host,
                 port,
                 rank_table=table.path,
+                root=order.root,
             )
             for assignment in order.members
         ]

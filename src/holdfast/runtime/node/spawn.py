@@ -97,6 +97,7 @@ class SpawnOrder(msgspec.Struct, frozen=True):
     master_port: int
     spare: Literal["", "any", "fixed"] = ""  # a spare: for any rank, or only for the assigned one
     rank_table: str = ""  # path of this generation's rank table; empty: that of the settings
+    root: str = ""  # where the job has saved so far; empty: nowhere
 
 
 def log_root(run: RunDir, settings: RunSettings) -> str:
@@ -151,6 +152,7 @@ def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[st
         "HOLDFAST_MEMBER_ID": str(member.member_id),
         "HOLDFAST_GENERATION": str(order.generation),
         "HOLDFAST_RESUME": order.resume,
+        "HOLDFAST_JOB_ROOT": order.root,
         "HOLDFAST_JOIN": "1" if order.join else "",
         "HOLDFAST_PARTS": str(settings.workers // order.world_size),
         "HOLDFAST_SPARE": order.spare,

@@ -37,7 +37,7 @@ from holdfast.runtime.node.stack_texts import stacks_path
 from holdfast.runtime.node.status_page import Page
 from holdfast.runtime.worker.script_end import leaves_sessions
 from holdfast.runtime.worker.user_exception import follows, show, show_following, tell
-from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.runtime.worker.worker_client import JobSaves, WorkerClient
 
 LEFT_CODES = frozenset({Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED})
 """Exit codes of a script whose session was left by all ranks, or has lost launcher and agent."""
@@ -58,7 +58,7 @@ def client_from_env(orphan_s: float) -> WorkerClient:
         local_world_size=int(env["LOCAL_WORLD_SIZE"]),
         page=page,
         run_dir=Path(env["HOLDFAST_RUN_DIR"]),
-        resume=env["HOLDFAST_RESUME"],
+        saves=JobSaves(env["HOLDFAST_JOB_ROOT"], env["HOLDFAST_RESUME"]),
         joining=bool(env["HOLDFAST_JOIN"]),
         spare=cast(Literal["", "any", "fixed"], env["HOLDFAST_SPARE"]),
         orphan_s=orphan_s,

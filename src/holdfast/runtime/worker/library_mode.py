@@ -44,13 +44,11 @@ from holdfast.runtime.worker.library_nodes import (
     refuse_unknown,
     wait_for_job,
 )
-from holdfast.runtime.worker.published_values import first_published
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 FIRST_GENERATION = Generation(1, 1)
 JOIN_TIMEOUT_S = 30.0
 POLL_S = 0.02
-NO_PLACE = "no place"
 _OF_A_START = ("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", RANK_TABLE)
 _OF_A_JOB = (
     "MASTER_PORT",
@@ -127,21 +125,6 @@ def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) ->
     client.start()
     offer_stacks(stacks_path(run, member_id), page)
     return client
-
-
-def agree_on_root(client: WorkerClient, root: str) -> None:
-    """Check that all ranks save to the same place. A shell loop may start each rank in another working directory.
-
-    Raises:
-        UsageError: another rank saves to another place.
-    """
-    mine = root or NO_PLACE
-    (first,) = first_published(client, "holdfast/root", [mine], "the places where the ranks save were")
-    if first != mine:
-        raise UsageError(
-            f"rank {client.rank} saves to {mine}, another rank to {first}: no checkpoint would be complete",
-            hint="give an absolute path that is the same for all ranks: holdfast.session(checkpoint=...)",
-        )
 
 
 def _key(seat: ProcessPlace, nodes: LibraryNodes | None) -> str:

@@ -20,7 +20,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 from holdfast.core.agent import REPEATED
 from holdfast.core.ids import Generation, MemberId
@@ -74,12 +74,28 @@ def _starting() -> tuple[RankState, int]:
     return "starting", 0
 
 
+class JobSaves(NamedTuple):
+    """What a job has saved before a process started.
+
+    Attributes:
+        root: where the job has saved; empty if it has not.
+        resume: directory name of the save to load; empty for the newest one.
+    """
+
+    root: str
+    resume: str
+
+
+NO_SAVES = JobSaves("", "")
+
+
 class WorkerClient:
     """The connection of one process to its agent.
 
     ``start`` opens it; ``close`` sends the queued messages and closes it.
 
     Attributes:
+        saves: what the job has saved before this process started.
         hello: returns the rank's state and step for :class:`WorkerHello`; a session sets it.
         on_fence_default: called at a fence. In a script that has no session it poisons the process groups.
         fenced: True from a fence until the next :class:`ResumeInPlace`, the order to continue in this process.
@@ -99,7 +115,7 @@ class WorkerClient:
         local_world_size: int,
         page: Page,
         run_dir: Path | None,
-        resume: str = "",
+        saves: JobSaves = NO_SAVES,
         joining: bool = False,
         spare: Literal["", "any", "fixed"] = "",
         orphan_s: float = 30.0,
@@ -113,7 +129,7 @@ class WorkerClient:
         self.shared = page.path.parent if local_world_size == world_size else None
         self.flight: Flight | None = page.flight
         self.run_dir = run_dir
-        self.resume = resume
+        self.saves = saves
         self.joining = joining
         self.stand_in = DeferredRank(spare == "fixed", self._waits) if spare else None
         self._on_call: Callable[[str], None] = lambda log: None

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -117,7 +116,7 @@ def candidates(
     """
     own: tuple[Place, ...] = ()
     place = None if root is None else Root(root)
-    first = "" if client is None else client.resume
+    first = "" if client is None else client.saves.resume
     if first.startswith(MEMORY):
         rest = candidates(resume, root, None, run, restarted)
         return Candidates((place_of(first), *rest.paths), rest.rejected)
@@ -219,11 +218,6 @@ def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
     )
 
 
-def _spelled(root: Place | None) -> str:
-    """Return a checkpoint directory or URL as a string. Links are resolved, so equal directories have equal strings."""
-    return os.path.realpath(root) if isinstance(root, Path) else str(root or "")
-
-
 class ResumeSearch:
     """One search for a checkpoint.
 
@@ -260,7 +254,7 @@ class ResumeSearch:
             StoreUnreachable: the newest checkpoint cannot be read now, so that its validity is not known.
             Exception: an error of the restore on this rank, for instance in the user's ``load_state_dict``.
         """
-        found = self._share(look, root)
+        found = self._share(look)
         reasons = list(found.rejected)
         for reason in reasons:
             log.warning("holdfast: rejected checkpoint %s", reason)
@@ -297,13 +291,11 @@ class ResumeSearch:
             )
         return None
 
-    def _share(self, look: Callable[[], Candidates], root: Place | None) -> Candidates:
+    def _share(self, look: Callable[[], Candidates]) -> Candidates:
         """Let rank 0 list the candidates, and return the same list on all ranks.
 
         Raises:
-            UsageError: rank 0 runs on the host of this rank, but has another checkpoint directory than this rank. Then
-                no checkpoint would ever have the shares of all ranks. Or ``look``, which lists the candidates, has
-                failed on rank 0.
+            UsageError: ``look``, which lists the candidates, has failed on rank 0.
             NothingToResume: rank 0 has not sent the list within ``LIST_TIMEOUT_S``.
         """
         if self._adapter.world_size == 1:
@@ -318,7 +310,6 @@ class ResumeSearch:
                     "paths": [str(p) for p in found.paths],
                     "rejected": found.rejected,
                     "host": socket.gethostname(),
-                    "root": _spelled(root),
                 }
             except HoldfastError as error:
                 refusal = {"error": error.message, "hint": error.hint, "host": socket.gethostname()}
@@ -334,13 +325,6 @@ class ResumeSearch:
         if "error" in told:
             elsewhere = "" if told["host"] == socket.gethostname() else f"rank 0 on {told['host']}: "
             raise UsageError(f"{elsewhere}{told['error']}", hint=told["hint"])
-        if told["host"] == socket.gethostname() and told["root"] != _spelled(root):
-            raise UsageError(
-                f"rank {self._adapter.rank} saves in {root}, rank 0 in {told['root']}: "
-                "each would hold half a checkpoint",
-                hint="give all ranks the same place: checkpoint= an absolute path, or before the script changes its "
-                "directory",
-            )
         return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
     def _names_of_all(self) -> frozenset[str]:
