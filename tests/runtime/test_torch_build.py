@@ -199,3 +199,8 @@ def test_a_newer_torch_is_tried_once_and_trains_either_way(tmp_path: Path) -> No
 
     assert [line.split()[-1] for line in _ends(other)] == ["ProcessGroup"] * 2
     assert [line.split()[:-1] for line in _ends(known)] == [line.split()[:-1] for line in _ends(other)]
+
+
+def test_the_smoke_test_of_the_newest_version_installs_no_older_one_than_the_tested() -> None:
+    wanted = (Path(__file__).parents[2] / "requirements-newest.txt").read_text().splitlines()
+    assert wanted[-1] == f"torch>={TESTED_MOST[0]}.{TESTED_MOST[1]}"
