@@ -19,7 +19,7 @@ import holdfast
 from holdfast.store.manage.checkpoint_root import Root
 from tests.others.beat import beat
 
-LATER = Path("begun").exists() or bool(os.environ["HOLDFAST_SPARE"])
+LATER = Path("begun").exists() or bool(os.environ.get("HOLDFAST_SPARE"))
 
 
 def main() -> None:

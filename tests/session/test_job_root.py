@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import cast
 
@@ -10,9 +12,10 @@ import pytest
 
 from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import UsageError
+from holdfast.runtime.worker.torchrun_root import note_root, root_before
 from holdfast.runtime.worker.worker_client import JobSaves, WorkerClient
 from holdfast.session.checkpoints.job_root import root_of_job
-from tests.session.launch import run_job
+from tests.session.launch import run_job, run_torchrun
 
 JOB = str(Path(__file__).with_name("renamed_job.py"))
 
@@ -108,3 +111,41 @@ def test_later_processes_save_where_the_job_has_saved(
         assert [place for place, _ in weights] == [str(where / "first")] * 2
         results.append([values for _, values in weights])
     assert results[0] == results[1]
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_the_next_start_of_torchrun_continues_in_the_directory_of_the_start_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for name, kills in (("undisturbed", ""), ("killed", "1:7")):
+        (where := tmp_path / name).mkdir()
+        monkeypatch.setenv("KILL", kills)
+        done = run_torchrun(where, 2, "--max-restarts", "1", JOB)
+        assert done.returncode == 0, done.stdout
+        assert not kills or "resumed at step 7 from" in done.stdout, done.stdout
+        assert not (where / "later").exists(), done.stdout
+        results.append([(where / f"ended-{rank}").read_text().split(maxsplit=1)[1] for rank in (0, 1)])
+    assert results[0] == results[1]
+
+
+def test_the_place_of_a_torchrun_is_read_by_its_next_start_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert root_before() == ""  # no start before
+    note_root("/a")  # not started by torchrun
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    (directory,) = tmp_path.iterdir()
+    assert not list(directory.iterdir())
+    (directory / "torchrun-1-1").write_text("/of an ended process with the same pid")
+    note_root("/b")
+    assert [path.read_text() for path in directory.iterdir()] == ["/b"]
+    assert root_before() == "/b"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert root_before() == ""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    assert root_before() == ""  # of another torchrun

@@ -43,6 +43,7 @@ from holdfast.runtime.worker import script_end
 from holdfast.runtime.worker.library_mode import join_or_start_agent
 from holdfast.runtime.worker.process_place import seat_here
 from holdfast.runtime.worker.script_frames import place_of_error
+from holdfast.runtime.worker.torchrun_root import note_root
 from holdfast.runtime.worker.user_exception import show, tell, tell_exit
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.checkpoints.after_block import AfterBlock
@@ -192,7 +193,7 @@ class Session(ScriptLoops):
             self._stand_by(client.stand_in)
             script_end.entered(self)
             return self
-        self._prepare_root()
+        self._prepare_root(library)
         if self._rank.joining and client is not None:
             self._take_over(client)
         else:
@@ -211,8 +212,11 @@ class Session(ScriptLoops):
         exchange = self._adapter.vote if isinstance(self._adapter, HasGroups) else None
         return join_or_start_agent(seat, exchange), True
 
-    def _prepare_root(self) -> None:
+    def _prepare_root(self, library: bool = False) -> None:
         """Take the place of the job's checkpoints, and check before the first save that it can be written.
+
+        Args:
+            library: the job has no launcher of Holdfast.
 
         Raises:
             UsageError: another rank of the same start saves in another place.
@@ -222,6 +226,8 @@ class Session(ScriptLoops):
         if self._client is not None:
             later = self._rank.joining or restarts > 0
             self.root = self._saver.root = root_of_job(self._client, self.root, later=later)
+            if library and self._client.local_rank == 0 and self.root is not None:
+                note_root(str(self.root))
         if self.root is None:
             self._say("holdfast: no checkpoint directory: nothing is saved, also not when a rank is lost")
             return

@@ -17,7 +17,6 @@ import hashlib
 import os
 import secrets
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +26,8 @@ import msgspec
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.launch_environment import RANK_TABLE, ProcessPlace
 from holdfast.core.protocol.status_page import Word
-from holdfast.errors import HINTS_OF_THE_MACHINE, AuthError, GroupError, UsageError
+from holdfast.errors import HINTS_OF_THE_MACHINE, GroupError, UsageError
 from holdfast.runtime.node.death_watch import hold
-from holdfast.runtime.node.file_owners import doubt
 from holdfast.runtime.node.hang_evidence import offer_stacks
 from holdfast.runtime.node.process_info import start_ticks
 from holdfast.runtime.node.run_settings import RunSettings
@@ -44,7 +42,9 @@ from holdfast.runtime.worker.library_nodes import (
     refuse_unknown,
     wait_for_job,
 )
-from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.runtime.worker.pointer_directory import check_owner, pointer_directory
+from holdfast.runtime.worker.torchrun_root import root_before
+from holdfast.runtime.worker.worker_client import JobSaves, WorkerClient
 
 FIRST_GENERATION = Generation(1, 1)
 JOIN_TIMEOUT_S = 30.0
@@ -96,7 +96,7 @@ def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) ->
         refuse_unknown(seat, may_exchange=exchange is not None)
         assert exchange is not None, "refused above"
         nodes = agree(seat, exchange)
-    pointer = _pointers() / f"library-{_key(seat, nodes)}.json"
+    pointer = pointer_directory() / f"library-{_key(seat, nodes)}.json"
     run = _start_agent(pointer, seat, nodes) if seat.local_rank == 0 else _find_agent(pointer)
     if nodes is not None:
         wait_for_job(run)
@@ -120,6 +120,7 @@ def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) ->
         local_world_size=seat.local_world_size,
         page=page,
         run_dir=run.path,
+        saves=JobSaves(root_before(), ""),
     )
     hold(page.path)
     client.start()
@@ -135,14 +136,6 @@ def _key(seat: ProcessPlace, nodes: LibraryNodes | None) -> str:
     known["node"] = str(None if nodes is None else nodes.number)
     text = "|".join(f"{name}={value}" for name, value in known.items()) + f"|{seat.world_size}|{os.getuid()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _pointers() -> Path:
-    """Return the directory with this user's pointer files. Raises: AuthError: other users can write to it."""
-    directory = Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    _check_owner(directory)
-    return directory
 
 
 def _start_agent(pointer: Path, seat: ProcessPlace, nodes: LibraryNodes | None) -> RunDir:
@@ -229,25 +222,13 @@ def _read(pointer: Path) -> Pointer | None:
         ) from error
 
 
-def _check_owner(path: Path) -> None:
-    """Check that no other user may have made ``path``: such a path could lead this process to a foreign agent.
-
-    Raises: AuthError.
-    """
-    why = doubt(path)
-    if why:
-        raise AuthError(
-            f"{path} {why}: the agent it names is not trusted", hint="start in a directory of your own"
-        )
-
-
 def _find_agent(pointer: Path) -> RunDir:
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:
         found = _read(pointer)
         if found is not None:
-            _check_owner(pointer)
-            _check_owner(Path(found.run_dir))
+            check_owner(pointer)
+            check_owner(Path(found.run_dir))
             return RunDir(found.run_dir)
         time.sleep(POLL_S)
     raise GroupError(
