@@ -78,7 +78,7 @@ def test_a_save_elsewhere_is_gone_on_from_without_a_word(
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
-        .startswith("  next: start the same command: it continues at step 40")
+        .endswith(f"  next: start the same command: it continues at step 40 from {tmp_path / 'ckpts'}")
     )
 
 

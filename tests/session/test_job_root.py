@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import UsageError
+from holdfast.exit_codes import Exit
 from holdfast.runtime.worker.torchrun_root import note_root, root_before
 from holdfast.runtime.worker.worker_client import JobSaves, WorkerClient
 from holdfast.session.checkpoints.job_root import root_of_job
@@ -111,6 +112,38 @@ def test_later_processes_save_where_the_job_has_saved(
         assert [place for place, _ in weights] == [str(where / "first")] * 2
         results.append([values for _, values in weights])
     assert results[0] == results[1]
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_the_next_start_of_a_run_continues_where_it_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler repeats the command with the same run id. ``--root`` or another run id begins a new job."""
+    results = []
+    for name, stop in (("undisturbed", ""), ("stopped", "8")):
+        (where := tmp_path / name).mkdir()
+        monkeypatch.setenv("STOP", stop)
+        done = run_job(where, 2, "--run-id", "it", JOB)
+        if stop:
+            assert done.returncode == Exit.REQUEUE, done.stdout
+            assert done.stdout.strip().endswith(f"it continues at step 9 from {where / 'first'}"), done.stdout
+            done = run_job(where, 2, "--run-id", "it", JOB)
+            assert "resumed at step 9 from" in done.stdout, done.stdout
+            assert not (where / "later").exists(), done.stdout
+        assert done.returncode == 0, done.stdout
+        results.append([(where / f"ended-{rank}").read_text().split(maxsplit=1)[1] for rank in (0, 1)])
+    assert results[0] == results[1]
+    for flags in (("--run-id", "it", "--root", "own"), ("--run-id", "that")):
+        assert "resumed at step" not in run_job(tmp_path / "stopped", 2, *flags, JOB).stdout
+
+
+def test_a_place_with_checkpoints_that_the_script_names_in_a_new_start_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+    named, before = tmp_path / "named", str(tmp_path / "before")
+    assert taken({}, 0, named, before=before, later=False) == tmp_path / "before"
+    (named / "step-00000005.it.g1.1.a0").mkdir(parents=True)
+    assert taken({}, 0, named, before=before, later=False) == named
 
 
 @pytest.mark.torch

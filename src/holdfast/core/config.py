@@ -9,6 +9,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the controller of one job. The defaults suit one machine."""
 
     run_id: str
+    root_before: str = ""  # where an earlier start of this run has saved
     world_size: int
     nnodes: int = 1
     # Fewest nodes to continue with when some are lost and no spare node waits; 0: never with fewer.

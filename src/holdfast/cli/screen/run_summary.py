@@ -151,11 +151,11 @@ def again(view: RunView) -> str:
         return f"start the same command: it begins again at step 0, there is no checkpoint{lost}"
     own = Path(view.directory) / "checkpoints"
     # The script named no directory for checkpoints, so a new run would look into its own directory, which is empty.
-    start, good = (
+    start, where = (
         (f"HOLDFAST_CHECKPOINT={shlex.quote(str(own))} and", "; for good: session(checkpoint=...)")
         if own.is_dir() and Path(view.root or own).resolve() == own.resolve()
-        else ("start", "")
+        else ("start", f" from {view.root}" if view.root else "")
     )
     behind = view.step - view.kept_step
     redone = f", {plural(behind, 'step')} to do again" if behind > 0 else ""
-    return f"{start} the same command: it continues at step {view.kept_step:,}{redone}{good}"
+    return f"{start} the same command: it continues at step {view.kept_step:,}{redone}{where}"

@@ -19,6 +19,8 @@ from pathlib import Path
 from string import Template
 from types import FrameType
 
+import msgspec
+
 from holdfast import event_log
 from holdfast.cli.screen.checked_output import outlive_full_disk
 from holdfast.cli.screen.console import Screen, dated
@@ -34,12 +36,14 @@ from holdfast.cli.start.run_config import Request
 from holdfast.core.protocol.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError, UsageError, UserError
 from holdfast.exit_codes import Exit
-from holdfast.history.run_history import FaultView
+from holdfast.history.run_history import FaultView, RunHistory
 from holdfast.runtime.agent.run_rotation import bring_checkpoints, put_aside
 from holdfast.runtime.agent.shm_cleanup import remove_forgotten
 from holdfast.runtime.node.agent_client import AgentLink, start_agent
 from holdfast.runtime.node.process_info import reap_others, stopped
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
+from holdfast.store.backends.location import ROOT_VARIABLE
 from holdfast.text import plural
 
 POLL_S = 0.1
@@ -86,7 +90,10 @@ def launch(request: Request) -> int:
     if earlier is not None:
         stay = ", its checkpoints stay" if bring_checkpoints(run_dir, earlier) else ""
         note = f"the earlier start of this run is in {earlier}{stay}"
-        request = replace(request, notes=(*request.notes, note))
+        settings = msgspec.structs.replace(
+            request.settings, root_before=_root_of(RunDir(earlier), request.settings)
+        )
+        request = replace(request, notes=(*request.notes, note), settings=settings)
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):
         try:
@@ -130,6 +137,14 @@ def _make_room(run_dir: RunDir) -> Path | None:
             f"cannot put the earlier start of {run_dir.path} aside: {error.strerror}",
             hint=f"choose another --run-id{from_them if saved else ''}",
         ) from error
+
+
+def _root_of(earlier: RunDir, settings: RunSettings) -> str:
+    """Return where an earlier start has saved; empty if it has not, or if ``--root`` names a place."""
+    if ROOT_VARIABLE in settings.env or ROOT_VARIABLE in os.environ:
+        return ""
+    history = RunHistory.read(event_log.read(earlier.journal).events)
+    return history.root if history.kept_step >= 0 else ""
 
 
 def prefixes(template: str, watch: Watch) -> Callable[[int], str]:

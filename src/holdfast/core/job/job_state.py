@@ -542,7 +542,7 @@ class Job:
                 attempt=self.attempts - 1,
                 members=tuple(seats[node]),
                 resume=resume,
-                root=self.root,
+                root=self.root or self.config.root_before,
                 restart_count=self.attempts - 1,
                 kv_node=self.kv_node,
                 master_host=host,

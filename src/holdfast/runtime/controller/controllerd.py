@@ -101,6 +101,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
     """
     config = Config(
         run_id=settings.saves_as,
+        root_before=settings.root_before,
         world_size=settings.workers,
         nnodes=settings.nnodes,
         nodes_min=settings.nnodes_min,

@@ -3,8 +3,9 @@
 Many scripts name their directory by the time of the start. A replacement, or a process after a restart of all ranks,
 then names another directory than the ranks that began the job. Its shares would complete no checkpoint, and it would
 not find the checkpoints of the job. So the place belongs to the job. The first rank publishes its own, and a
-replacement takes that one. After a restart of all ranks, the controller names the place of the sessions before.
-Ranks of the first start must agree, because no rank knows which of them is right.
+replacement takes that one. After a restart of all ranks, the controller names the place of the sessions before. So
+does a new start with the same run id, as a scheduler makes it. But there the script may name a place with checkpoints
+on purpose; that place is taken. Ranks of the first start must agree, because no rank knows which of them is right.
 
 Invariant: two ranks on one host never save in different places.
 """
@@ -20,6 +21,7 @@ from holdfast.errors import UsageError
 from holdfast.runtime.worker.published_values import first_published
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.backends.location import Place, place_of
+from holdfast.store.manage.checkpoint_root import Root
 
 log = logging.getLogger("holdfast")
 _KEY = "holdfast/root"
@@ -36,8 +38,9 @@ def root_of_job(client: WorkerClient, root: Place | None, *, later: bool) -> Pla
     Raises:
         UsageError: another rank of the same start, on this host, names another place. Other hosts may mount the same
             place at another path.
+        StoreUnreachable: the place cannot be read.
     """
-    if later and client.saves.root and _is_here(client.saves.root):
+    if client.saves.root and _is_here(client.saves.root) and (later or _is_empty(root)):
         root = _taken(client, root, client.saves.root)
     host, mine = socket.gethostname(), "" if root is None else str(root)
     what = "the places where the ranks save were"
@@ -71,6 +74,10 @@ def _taken(client: WorkerClient, root: Place | None, first: str) -> Place:
 def _resolved(root: Place | None) -> str:
     """Return the place as text: a path without symbolic links, so that two spellings of one directory are equal."""
     return os.path.realpath(root) if isinstance(root, Path) else str(root or "")
+
+
+def _is_empty(root: Place | None) -> bool:
+    return root is None or not Root(root).names()
 
 
 def _is_here(text: str) -> bool:
