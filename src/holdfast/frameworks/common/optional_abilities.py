@@ -287,6 +287,14 @@ class DescribesUpdates(Protocol):
         """
 
 
+@runtime_checkable
+class CountsChanges(Protocol):
+    """An adapter whose tensors count their changes in place."""
+
+    def changes_of(self, value: object) -> int | None:
+        """Return a number that grows with each change in place of a tensor or of its views; None for other objects."""
+
+
 TRAINED = "the trained weight "
 
 

@@ -358,6 +358,12 @@ class TorchAdapter:
         """Return a digest of a tensor, array, module, plain value or container. Tensors of the state do not count."""
         return digest_of_content(value, self.state.addresses())
 
+    def changes_of(self, value: object) -> int | None:
+        """Return a number that grows with each change in place of a tensor or of its views; None for other objects."""
+        if not isinstance(value, torch.Tensor) or value.is_inference():
+            return None
+        return private_api.write_count(value)
+
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raise an error if ``optimizer``, which is not part of the session, would update its weights.
 

@@ -160,6 +160,11 @@ class VariableHistory:
         first, newest, *_ = self._record
         return {name for name, value in newest.items() if first.get(name) == value}
 
+    def adopt(self, values: Mapping[str, PlainValue]) -> None:
+        """Include variables that have had the values ``values`` in all updates of the job."""
+        record = self._record
+        self._record = record._replace(first={**values, **record.first}, newest={**values, **record.newest})
+
     def passes(self, values: Mapping[str, PlainValue]) -> bool:
         """When the script takes the next step, record ``values``, the values of unchanged variables.
 

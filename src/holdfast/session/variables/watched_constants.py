@@ -1,0 +1,189 @@
+"""Tensors and containers that the source never seems to change, and on which the updates depend.
+
+Theory. The search of the source finds a change by its form: an assignment, ``x.add_(y)``, ``x[i] = y``. It does not
+find a change through a view (``row = bank[i]; row.add_(x)``), through a function that returns its argument, or by
+``torch._foreach_add_(rows, y)``. To the search such a variable is a constant. So the constants that can change are
+watched while the script runs. A tensor counts its changes in place, also those through its views, so a look costs a
+comparison of numbers. A digest tells whether the content is another one. Writes through ``tensor.data`` or a NumPy
+array with the same memory are not counted. So some looks also read one small constant, in turn.
+
+A constant stays out of the history of the variables until it has changed. From then on it is one of the variables on
+which the updates depend, with the content of the first look as its first value.
+
+Invariants:
+1. A look that is not due reads the constants whose count has grown, and at most one small constant.
+2. A constant that has changed has two texts that differ: that of the first look in this process, and the newest one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from holdfast.frameworks.common.optional_abilities import CountsChanges, DescribesUpdates
+from holdfast.runtime.worker.script_attributes import has_static
+from holdfast.session.variables.deciding_variables import PlacedVariable, Places
+from holdfast.session.variables.look_schedule import LOOKS, number_of_look
+from holdfast.session.variables.loop_inputs import loop_inputs
+from holdfast.session.variables.plain_values import present_values
+from holdfast.session.variables.variable_history import Names, PlainValue
+
+CONTENT = "a value with checksum "
+"""The begin of the text for the content of a constant that has changed."""
+SIZE_BYTES_MAX = 64 << 20
+ITEMS_MAX = 64
+"""Largest number of items, in all nested containers, that are looked at in each step."""
+SMALL_SIZE_BYTES_MAX = 1 << 20
+READ_EVERY = 8
+"""Number of looks of which one finds the variables by their names, and reads a small constant."""
+VAIN_MAX = 3
+"""After so many digests without another content, one is taken only when a search of all values is due."""
+_NUMBERS = (bool, int, float, complex, type(None))
+_CONTAINERS = (list, tuple, dict)
+
+
+def unwritten_variables(places: Places) -> tuple[PlacedVariable, ...]:
+    """Return the variables on which the updates in the loop at ``places`` depend, and which the loop does not write."""
+    return tuple(each.variable for each in loop_inputs(places))
+
+
+class _Seen(NamedTuple):
+    """The newest look at a constant: its counts of changes, its content, and the digests that were taken in vain."""
+
+    counts: object
+    text: str
+    vain: int = 0
+
+
+class WatchedConstants:
+    """The constants of one process on which its updates depend.
+
+    Args:
+        source: the adapter; None if it cannot digest values, so nothing is watched.
+
+    Attributes:
+        changed: the names of the constants that have changed in this job.
+    """
+
+    def __init__(self, source: DescribesUpdates | None) -> None:
+        self._source = source
+        self._counter: CountsChanges | None = source if isinstance(source, CountsChanges) else None
+        self._names: dict[str, tuple[tuple[str, int], Places]] = {}
+        self._held: dict[str, Callable[[], object]] = {}
+        self._first: dict[str, str] = {}
+        self._seen: dict[str, _Seen] = {}
+        self.changed: set[str] = set()
+        self._looks = 0
+
+    def watch(self, names: Names) -> None:
+        """Watch those of the variables ``names`` whose values can change in place. Read them for the first time."""
+        if self._source is None:
+            return
+        for name, value in present_values(names).items():
+            if _can_change(value) and (text := self._text(name, value, fresh=True)) is not None:
+                self._names[name], self._first[name] = names[name], text
+                is_container = isinstance(value, _CONTAINERS)
+                self._held[name] = partial(_same, value) if is_container else weakref.ref(value)
+
+    def look(self) -> Names:
+        """Return the constants that have changed since the look before, with their places."""
+        watched = {name: at for name, at in self._names.items() if name not in self.changed}
+        if not watched:
+            return {}
+        number, self._looks = self._looks, self._looks + 1
+        due = number < LOOKS or number_of_look(number) == 0
+        by_name = due or number % READ_EVERY == 0
+        names = list(watched)
+        turn = names[number // READ_EVERY % len(names)] if by_name else ""
+        # To find a variable by its name takes longer than to compare its count.
+        values = present_values(watched) if by_name else {name: self._held[name]() for name in names}
+        found: dict[str, tuple[tuple[str, int], Places]] = {}
+        for name, value in values.items():
+            text = self._text(name, value, fresh=due or (name == turn and _is_small(value)))
+            if text is not None and text != self._first[name]:
+                found[name] = watched[name]
+        self.changed |= found.keys()
+        return found
+
+    def first(self, name: str) -> str:
+        """Return the text for the content of a constant at the first look in this process."""
+        return self._first[name]
+
+    def texts(self, values: Mapping[str, object], *, fresh: bool) -> dict[str, PlainValue]:
+        """Return the texts for the present ``values`` of constants that have changed."""
+        found = {name: self._text(name, value, fresh=fresh) for name, value in values.items()}
+        return {name: text for name, text in found.items() if text is not None}
+
+    def stand_at(self, newest: Mapping[str, PlainValue]) -> None:
+        """Take over which constants have changed, from the newest values of the loaded state."""
+        self.changed = {
+            name for name, text in newest.items() if isinstance(text, str) and text.startswith(CONTENT)
+        }
+
+    def _text(self, name: str, value: object, *, fresh: bool) -> str | None:
+        counts = self._counts(value)
+        seen = self._seen.get(name)
+        if seen is not None and not fresh and (counts == seen.counts or seen.vain >= VAIN_MAX):
+            return seen.text
+        digest = self._digest(value)
+        if digest is None:
+            return None
+        text = f"{CONTENT}{digest & 0xFFFFFFFF:08x}"
+        vain = 0 if seen is None or text != seen.text else seen.vain + (counts != seen.counts)
+        self._seen[name] = _Seen(counts, text, vain)
+        return text
+
+    def _digest(self, value: object) -> int | None:
+        if self._source is None or _size_bytes(value) > SIZE_BYTES_MAX:
+            return None
+        return self._source.digest_of(value)
+
+    def _counts(self, value: object) -> object:
+        """Return a value that differs after each counted change of ``value``; None if its changes are not counted."""
+        if self._counter is None:
+            return None
+        if (count := self._counter.changes_of(value)) is not None:
+            return id(value), count
+        found: list[object] = []
+        for item in _items(value):
+            if len(found) > ITEMS_MAX:
+                return None
+            found.append(item if isinstance(item, _NUMBERS) else (id(item), self._counter.changes_of(item)))
+        return found
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _can_change(value: object) -> bool:
+    """Return whether ``value`` is a tensor or array, or a container of them or of numbers."""
+    return has_static(value, "dtype") or (isinstance(value, _CONTAINERS) and bool(value))
+
+
+def _items(value: Any) -> Iterator[object]:
+    """Yield the items of nested containers, and containers themselves; any other value alone."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, _CONTAINERS):
+        for item in value:
+            yield from _items(item)
+    else:
+        yield value
+
+
+def _is_small(value: object) -> bool:
+    on_host = (getattr(item, "is_cpu", True) for item in _items(value))
+    return _size_bytes(value) <= SMALL_SIZE_BYTES_MAX and all(on_host)
+
+
+def _size_bytes(value: Any) -> int:
+    """Return the size of the tensors and arrays in ``value``; more than ``SIZE_BYTES_MAX`` if there are too many."""
+    total = 0
+    for number, item in enumerate(_items(value)):
+        total += int(getattr(item, "nbytes", 0)) if has_static(item, "dtype") else 64
+        if total > SIZE_BYTES_MAX or number > 10_000:
+            return SIZE_BYTES_MAX + 1
+    return total

@@ -1,0 +1,215 @@
+"""Tensors that the script changes in a form that the search of the source does not find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.exit_codes import Exit
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.content_digest import digest_of_content
+from holdfast.session.variables import watched_constants
+from holdfast.session.variables.watched_constants import CONTENT, READ_EVERY, WatchedConstants
+from tests.session.launch import run_job
+
+pytestmark = pytest.mark.torch
+
+PLACE = (("train.py", 1), (("train.py", 1),))
+
+
+class Source:
+    """The part of the adapter that reads tensors. It counts the digests."""
+
+    def __init__(self) -> None:
+        self.digests = 0
+
+    def digest_of(self, value: object) -> int | None:
+        """Return a digest of the content of ``value``."""
+        self.digests += 1
+        return digest_of_content(value)
+
+    def changes_of(self, value: object) -> int | None:
+        """Return the count of the changes of a tensor."""
+        return private_api.write_count(value) if isinstance(value, torch.Tensor) else None
+
+    def __getattr__(self, name: str) -> object:
+        """Return a method that nothing here calls. The protocols ask only whether it exists."""
+        return lambda *given: None
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Return the variables of a script, which a test sets."""
+    values: dict[str, object] = {}
+    monkeypatch.setattr(
+        watched_constants, "present_values", lambda names: {n: v for n, v in values.items() if n in names}
+    )
+    return values
+
+
+def watching(script: dict[str, object], **values: object) -> tuple[WatchedConstants, Source]:
+    """Return the watch over a script with the variables ``values``, after the looks that read all of them.
+
+    The next 7 looks compare the counts only.
+    """
+    script.update(values)
+    source = Source()
+    constants = WatchedConstants(source)  # type: ignore[arg-type]
+    constants.watch(dict.fromkeys(script, PLACE))
+    assert not any(constants.look() for _ in range(17))
+    return constants, source
+
+
+def returned(value: torch.Tensor) -> torch.Tensor:
+    """Return the argument."""
+    return value
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "view": lambda bank: bank[1].mul_(2.0),
+    "selected": lambda bank: bank.select(0, 1).add_(1.0),
+    "rows": lambda bank: [row.add_(1.0) for row in bank],
+    "returned": lambda bank: returned(bank).add_(1.0),
+    "foreach": lambda bank: torch._foreach_add_([bank], 1.0),
+    "out": lambda bank: torch.add(bank, 1.0, out=bank),
+}
+
+
+@pytest.mark.parametrize("form", CHANGES)
+def test_a_change_of_a_tensor_is_found_at_the_next_look(script: dict[str, object], form: str) -> None:
+    constants, source = watching(script, bank=torch.ones(3, 2), scale=torch.ones(2), settings=[1, 2])
+    before = source.digests
+    assert not constants.look() and source.digests == before, "nothing has changed, so nothing is read"
+    CHANGES[form](script["bank"])  # type: ignore[arg-type]
+    assert constants.look() == {"bank": PLACE}
+    (text,) = constants.texts({"bank": script["bank"]}, fresh=False).values()
+    assert constants.first("bank").startswith(CONTENT) and text != constants.first("bank")
+    assert not constants.look(), "it is one of the changed variables now"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda script: script["rows"][1].add_(1.0),
+        lambda script: script["rows"].append(torch.ones(2)),
+        lambda script: script.update(rows=[torch.ones(2), torch.zeros(2)]),
+        lambda script: script["numbers"]["lr"].insert(0, 0.5),
+    ],
+    ids=["item", "more", "rebound", "numbers"],
+)
+def test_a_change_of_a_container_is_found_soon(
+    script: dict[str, object], change: Callable[[dict[str, object]], object]
+) -> None:
+    constants, _ = watching(script, rows=[torch.ones(2), torch.ones(2)], numbers={"lr": [1.0]})
+    change(script)
+    assert [len(found) for _ in range(READ_EVERY) if (found := constants.look())] == [1]
+
+
+def test_what_is_not_counted_is_found_when_all_values_are_read(
+    script: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_constants, "SMALL_SIZE_BYTES_MAX", 0)
+    bank, average = torch.ones(3), torch.ones(3)
+    constants, _ = watching(script, bank=bank, array=bank.numpy(), average=average)
+    bank.numpy()[1] = 2.0  # NumPy shares the memory, and torch does not count its writes
+    average.data.mul_(0.5)
+    assert not any(constants.look() for _ in range(64 - 17)), "the next look that reads all is the 64th"
+    assert constants.look().keys() == {"bank", "array", "average"}
+
+
+def test_of_what_is_small_one_value_is_read_at_some_looks(script: dict[str, object]) -> None:
+    averages = [torch.ones(3) for _ in range(4)]
+    constants, source = watching(
+        script, **{f"average_{number}": each for number, each in enumerate(averages)}
+    )
+    averages[2].data.mul_(0.5)
+    before = source.digests
+    found = [name for _ in range(4 * READ_EVERY) for name in constants.look()]
+    assert found == ["average_2"] and source.digests == before + 4
+
+
+def test_writes_without_another_content_are_read_a_few_times_only(
+    script: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_constants, "SMALL_SIZE_BYTES_MAX", 0)
+    buffer = torch.zeros(3)
+    constants, source = watching(script, buffer=buffer)
+    before = source.digests
+    for _ in range(20):
+        buffer.zero_()
+        assert not constants.look()
+    assert source.digests == before + watched_constants.VAIN_MAX
+    buffer.add_(1.0)
+    assert any(constants.look() for _ in range(64))
+
+
+def test_what_cannot_change_or_is_too_large_is_not_read(
+    script: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_constants, "SIZE_BYTES_MAX", 1000)
+    _, source = watching(
+        script, data=torch.ones(1000), name="sgd", rate=0.1, empty=[], net=torch.nn.Linear(1, 1)
+    )
+    assert source.digests == 0
+
+
+def test_the_changed_constants_of_a_job_are_known_from_its_state() -> None:
+    constants = WatchedConstants(None)
+    constants.stand_at({"bank": f"{CONTENT}00000000", "count": 3, "name": "sgd"})
+    assert constants.changed == {"bank"}
+
+
+SCRIPT = """
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import holdfast
+from tests.others.beat import beat
+def main():
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    bank, scale = torch.zeros(3, 4), torch.ones(4)
+    rows = list(torch.zeros(3, 4))
+    with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
+        for step in s.steps(until=10):
+            with step:
+                beat(s.step)
+                out = model(torch.full((2, 4), s.step + 1.0) * scale)
+                weight = sum(row.sum().item() for row in rows) + bank.sum().item()
+                optimizer.zero_grad()
+                (out.square().sum() * (1 + 1e-3 * weight)).backward()
+                optimizer.step()
+            if s.step % 4 == 3:
+                {change}
+    Path(f"ended-{{dist.get_rank()}}").touch()
+main()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("bank", "row = bank[s.step % 3]; row.mul_(0.9).add_(out.detach().mean(0))"),
+        ("rows", "torch._foreach_add_(rows, out.detach().mean())"),
+    ],
+)
+def test_a_process_that_has_the_first_content_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(change=change))
+    done = run_job(tmp_path, 2, "train.py")
+    assert done.returncode == 0, done.stdout
+    assert f"the updates depend on {name} (" in done.stdout, done.stdout
+    assert "scale" not in done.stdout
+    monkeypatch.setenv("KILL", "1:4")  # no update has seen the change behind step 3 yet
+    done = run_job(tmp_path, 2, "--root", "killed", "train.py")
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert f"the updates depend on {name} = " in done.stdout, done.stdout
