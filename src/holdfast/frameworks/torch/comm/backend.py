@@ -270,6 +270,26 @@ what it had put into a list of the script, and its next run would use that as we
 """
 
 
+def _by_another(
+    broadcast: Callable[..., None],
+    object_list: list[Any],
+    src: int | None = None,
+    group: Any = None,
+    device: Any = None,
+    group_src: int | None = None,
+    **kwargs: Any,
+) -> None:
+    """Broadcast objects as if another rank sent them, in a replacement that gets what the lost process got.
+
+    torch reads no objects on the rank that sends them. This rank may have drawn them (a seed, a name), and a
+    replacement draws others.
+    """
+    size = dist.get_world_size(group)
+    if size > 1:
+        src, group_src = None, (dist.get_rank(group) + 1) % size
+    broadcast(object_list, src, group, device, group_src, **kwargs)
+
+
 def _guard_objects(name: str, alone: Callable[..., None]) -> None:
     original: Callable[..., Any] = getattr(c10d, name)
 
@@ -281,6 +301,8 @@ def _guard_objects(name: str, alone: Callable[..., None]) -> None:
             if not state.calm and state.check(name) and not (state.looped and setup_record()):
                 state.begin_alone(name)
                 return alone(*args, **kwargs)
+            if name == "broadcast_object_list" and state.looped and setup_record():
+                return _by_another(original, *args, **kwargs)
             return original(*args, **kwargs)
         except GroupAborted as error:
             if setup_record():
