@@ -265,6 +265,23 @@ def test_the_position_of_a_loader_of_the_script_is_named_before_times() -> None:
                 script.learn(torch.tensor(batch))
 
 
+def test_the_steps_of_the_session_are_no_cause() -> None:
+    """Regression: the error named the variable that held `s.steps(...)`, as an iterator from which the block draws."""
+    script, schedule = Script(), {"steps": 0}
+    with (
+        pytest.raises(ImpureBlockError, match="finds other values") as caught,
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        steps = s.steps(until=2)
+        for step in steps:
+            with step:
+                for group in script.optimizer.param_groups:
+                    group["lr"] = 0.01 * schedule["steps"]
+                schedule["steps"] += 1
+                script.pure()
+    assert "drawn from" not in str(caught.value)
+
+
 def test_an_element_on_which_the_updates_depend_is_named_before_a_meter_in_a_tensor() -> None:
     """Regression: the error named only a tensor of the meter, which no update uses."""
     script, progress, mean = Script(), {"iterations": 0}, torch.zeros(())

@@ -388,8 +388,8 @@ def _variables(frame: FrameType) -> _Variables:
     for name, value in {**variables, **{f"self.{name}": value for name, value in own.items()}}.items():
         if isinstance(value, _PLAIN) and not name.startswith("__"):
             plain[name] = value
-        elif isinstance(value, NotAssigned):
-            continue  # a placeholder, which has the methods of an iterator
+        elif isinstance(value, NotAssigned) or _is_ours(value):
+            continue  # a placeholder or s.steps(...), which have the methods of an iterator
         elif isinstance(value, Iterator | random.Random) or has_static(value, "bit_generator"):
             drawing[name] = position_of(value) if isinstance(value, GeneratorType) else ""
         elif (
@@ -399,7 +399,7 @@ def _variables(frame: FrameType) -> _Variables:
         ):
             state = value.get_state().numpy().tobytes()  # of a generator of torch
             drawing[name] = f"at {zlib.crc32(state):08x}"
-        elif name != "self" and not _is_ours(value):
+        elif name != "self":
             attributes = _attributes(value)
             inner.update(
                 (f"{name}.{key}", item) for key, item in attributes.items() if isinstance(item, _PLAIN)
