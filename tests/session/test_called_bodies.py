@@ -403,6 +403,22 @@ def test_calls_of_the_loop_count_before_those_in_their_functions(tmp_path: Path)
     assert strength and layer and part
 
 
+def test_reports_do_not_take_the_bodies_of_the_calls_in_a_function(tmp_path: Path) -> None:
+    """Regression: the logger and the save of improved-diffusion took the bodies of its sampler: other weights."""
+    text = DEEP.replace("MODEL", "; ".join(["batch", *["layer(batch)"] * 20]))
+    text = text.replace("batch * strength.tune()", "scaled(batch)").replace(
+        "def part(", "def scaled(batch):\n    return batch * strength.tune()\n\n\ndef part("
+    )
+    (file := tmp_path / "train.py").write_text(text)
+    linecache.checkcache()
+    module = types.ModuleType("train")
+    exec(compile(text[: text.index("for step")], str(file), "exec"), vars(module))
+    strength, layer, part, scaled = module.Strength(), module.layer, module.part, module.scaled
+    line = next(n for n, each in enumerate(text.splitlines(), 1) if each.endswith("optimizer.step()"))
+    assert deciding_variables(((str(file), line),), update=True) == ("strength.calls", "strength.now")
+    assert strength and layer and part and scaled
+
+
 def test_a_nest_of_many_calls_is_searched(tmp_path: Path) -> None:
     """Regression: each level was searched twice as often as the level around it: 30 calls would take a day."""
     nest = "batch * strength.tune()"

@@ -54,7 +54,7 @@ from holdfast.session.variables.called_functions import (
 from holdfast.session.variables.hooks import HookSearch, methods_of_function
 
 DEPTH_MAX = 3
-BODIES_MAX = 50
+BODIES_MAX = 200
 READS_MAX = 100
 OTHERS_MAX = 30
 _COMPARES: Mapping[type[ast.cmpop], Callable[[object, object], object]] = {
