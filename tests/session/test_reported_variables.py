@@ -15,6 +15,36 @@ LACKS = "reports lack the steps before"
 SEES = "the code after this loop sees initial values"
 
 
+SUMMED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from tests.others.beat import beat
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
+    for epoch in s.epochs(2):
+        total = 0.0
+        for step in s.steps(torch.utils.data.DataLoader(torch.ones(4, 4))):
+            with step as batch:
+                beat(s.step)
+                optimizer.zero_grad()
+                parts = 0.0
+                for part in (batch, batch):
+                    loss = model(part).square().mean()
+                    parts += loss.item()
+                    loss.backward()
+                optimizer.step()
+            if step.committed:
+                total += parts
+        print(total)
+"""
+
+
 def test_an_object_stands_for_its_attributes() -> None:
     names = ["losses.sum", "losses.count", 'best["loss"]', "self.count", "self.meter.sum", "end"]
     assert listed(names[:4]) == ("losses, best, self.count", 3)
@@ -58,3 +88,13 @@ def test_nothing_is_named_that_the_session_keeps(tmp_path: Path, kill: tuple[str
 def test_nothing_is_named_without_a_fault(tmp_path: Path) -> None:
     done = run_job(tmp_path, 2, JOB)
     assert done.returncode == 0 and AGAIN not in done.stdout, done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_sum_that_each_epoch_begins_again_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: without a word, a replacement reported the mean of an epoch from its own steps (Accelerate)."""
+    (tmp_path / "train.py").write_text(SUMMED)
+    monkeypatch.setenv("KILL", "0:6")
+    done = run_job(tmp_path, 2, "train.py")
+    assert done.returncode == 0 and "holdfast: total begins again in this process" in done.stdout, done.stdout

@@ -307,8 +307,14 @@ def outermost_loop(places: Places) -> ast.AST:
     Args:
         places: file and line of the stack frames, the innermost frame first.
     """
-    loops = with_bodies(places[-1], loops_around(*places[-1]), places[:-1])
-    return loops[0] if loops else ast.Module([], [])
+    return next(iter(loops_to_steps(places)), ast.Module([], []))
+
+
+def loops_to_steps(places: Places) -> list[ast.AST]:
+    """Return the loops of the outermost stack frame down to that over steps, as :func:`outermost_loop` does."""
+    around, over_steps = loops_around(*places[-1]), _loops_over_steps(scope_of(*places[-1]))
+    numbers = (n for n, loop in enumerate(around, 1) if any(loop is each for each in over_steps))
+    return with_bodies(places[-1], around, places[:-1])[: max(numbers, default=1)]
 
 
 def block_at(places: Places) -> ast.AST | None:

@@ -17,7 +17,7 @@ from holdfast.session.variables.deciding_variables import (
     VARIABLES_MAX,
     PlacedVariable,
     Places,
-    outermost_loop,
+    loops_to_steps,
 )
 from holdfast.session.variables.update_sources import dotted
 
@@ -32,8 +32,9 @@ def reported_variables(places: Places) -> tuple[PlacedVariable, ...]:
     """
     found: dict[PlacedVariable, None] = {}
     for depth, place in reversed(list(enumerate(places))):
-        loop = outermost_loop(places[: depth + 1])
-        names = sorted(taken_over(loop) - _times(loop))
+        # The inner loop over the steps carries the sums of an epoch, which the outermost loop begins again.
+        loops = loops_to_steps(places[: depth + 1])
+        names = sorted({name for loop in loops for name in taken_over(loop) - _times(loop)})
         found.update((PlacedVariable(name, place, partly=False), None) for name in names if LOCAL not in name)
     return tuple(found)
 
