@@ -30,10 +30,12 @@ def main() -> None:
     dist.scatter_object_list(dealt, [drawn, drawn] if rank == 0 else None, src=0)
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, drawn)
+    number = torch.tensor([drawn])
+    dist.broadcast(number, src=0)
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(4, 4))
+    model = DistributedDataParallel(nn.Linear(4, 5))
     optimizer = torch.optim.AdamW(model.parameters())
-    numbers = [*told, *dealt, *gathered]
+    numbers = [*told, *dealt, *gathered, int(number)]
     mask = torch.tensor(numbers, dtype=torch.float32)
     with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
         for step in s.steps(until=8):

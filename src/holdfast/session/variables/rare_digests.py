@@ -27,6 +27,7 @@ from holdfast.session.variables.library_meters import meter_states, meter_text
 from holdfast.session.variables.look_schedule import LOOKS, number_of_look
 from holdfast.session.variables.plain_values import CONTAINERS
 from holdfast.session.variables.variable_history import PlainValue
+from holdfast.session.variables.watched_constants import WatchedConstants
 
 ITEMS_MAX = 10_000
 """Largest number of values in a container of which a digest is taken."""
@@ -42,10 +43,12 @@ class RareDigests:
 
     Attributes:
         tables: the dimensions of tables that the script only makes larger, by name.
+        constants: the watch over the variables that the source never seems to change.
     """
 
     def __init__(self, source: DescribesUpdates | None) -> None:
         self.tables: dict[str, frozenset[int]] = {}
+        self.constants = WatchedConstants(source)
         self._source = source
         self._updates = 0  # committed in this process
         self._parts: dict[str, tuple[object, str]] = {}  # form and text of each table

@@ -66,7 +66,7 @@ from holdfast.session.variables.reported_variables import listed, reported_varia
 from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.variable_history import Names, PlainValue, VariableHistory, is_array, is_same
-from holdfast.session.variables.watched_constants import WatchedConstants, unwritten_variables
+from holdfast.session.variables.watched_constants import unwritten_variables
 
 log = logging.getLogger("holdfast")
 
@@ -142,7 +142,6 @@ class UpdateVariables:
         self._told: set[str] = set()
         self._left_out: list[object] = []  # objects whose attributes the session keeps for each rank
         self._rare = RareDigests(source)
-        self._constants = WatchedConstants(source)
         self._history = VariableHistory(self._partly)  # of the variables that the ranks compare
         self._of_rank = VariableHistory(self._partly)  # of all variables
         self.set_once: dict[str, bool] = {}
@@ -207,8 +206,10 @@ class UpdateVariables:
             elif name in once:
                 self.set_once[name] = once[name]
         constants = self._undeclared(unwritten_variables(places), places)
-        self._constants.watch(constants)
-        self._names.update({name: at for name, at in constants.items() if name in self._constants.changed})
+        self._rare.constants.watch(constants)
+        self._names.update(
+            {name: at for name, at in constants.items() if name in self._rare.constants.changed}
+        )
         if self._warns:
             self._only_warned[_FILES].update(self._undeclared(file_variables(places), places))
             self._only_warned[_MODULES].update(self._undeclared(of_modules.of_libraries, places))
@@ -331,11 +332,11 @@ class UpdateVariables:
                     self._refuse(again, history, HINT)
             return
         found = present_values(self._names)
-        constants = {name: found.pop(name) for name in self._constants.changed & found.keys()}
+        constants = {name: found.pop(name) for name in self._rare.constants.changed & found.keys()}
         values = plain_values(found, self._source)
         every = {
             **self._rare.texts(found, values, fresh=self._rare.due),
-            **self._constants.texts(constants, fresh=self._rare.due),
+            **self._rare.constants.texts(constants, fresh=self._rare.due),
         }
         self._of_rank.values = {
             **every,
@@ -363,17 +364,17 @@ class UpdateVariables:
             values: the present values of variables.
             fresh: take new digests of these.
         """
-        constants = {name: values[name] for name in self._constants.changed & values.keys()}
+        constants = {name: values[name] for name in self._rare.constants.changed & values.keys()}
         values = {name: value for name, value in values.items() if name not in constants}
         return {
             **self._rare.texts(values, plain_values(values, self._source), fresh=fresh),
-            **self._constants.texts(constants, fresh=fresh),
+            **self._rare.constants.texts(constants, fresh=fresh),
         }
 
     def _note_constants(self) -> None:
         """Add the constants that have changed to the variables on which the updates depend."""
-        changed = self._constants.look()
-        first = {name: self._constants.first(name) for name in changed}
+        changed = self._rare.constants.look()
+        first = {name: self._rare.constants.first(name) for name in changed}
         self._names.update(changed)
         self._began.update(first)
         self._of_rank.adopt(first)
@@ -485,7 +486,7 @@ class UpdateVariables:
         """Take over the values of variables from the plain values of the state: of the session, and of this rank."""
         self._history.stand_at(session.get(KEY))
         self._of_rank.stand_at(local.get(KEY))
-        self._constants.stand_at(self._of_rank.newest)
+        self._rare.constants.stand_at(self._of_rank.newest)
 
     def kept(self) -> dict[str, Any]:
         """Return the values under ``KEY`` for the state of the whole job.

@@ -49,7 +49,7 @@ def unwritten_variables(places: Places) -> tuple[PlacedVariable, ...]:
     return tuple(each.variable for each in loop_inputs(places))
 
 
-class _Seen(NamedTuple):
+class _Reading(NamedTuple):
     """The newest look at a constant: its counts of changes, its content, and the digests that were taken in vain."""
 
     counts: object
@@ -73,7 +73,7 @@ class WatchedConstants:
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
         self._held: dict[str, Callable[[], object]] = {}
         self._first: dict[str, str] = {}
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _Reading] = {}
         self.changed: set[str] = set()
         self._looks = 0
 
@@ -132,7 +132,7 @@ class WatchedConstants:
             return None
         text = f"{CONTENT}{digest & 0xFFFFFFFF:08x}"
         vain = 0 if seen is None or text != seen.text else seen.vain + (counts != seen.counts)
-        self._seen[name] = _Seen(counts, text, vain)
+        self._seen[name] = _Reading(counts, text, vain)
         return text
 
     def _digest(self, value: object) -> int | None:
