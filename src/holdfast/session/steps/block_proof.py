@@ -50,11 +50,11 @@ RUNS = 2
 _TOLD_MAX = 3  # variables in an error
 _PLAIN = (bool, int, float, str)
 _CLOCK_MIN = 1_000_000_000  # a whole number from here on is a time
-_HINT = (
-    "draw the batch in the block that uses it, or by s.steps(loader) or s.steps(loader, second); what else a block "
-    "changes and uses later goes into session(state={...}) or s.own, from a module into a buffer (register_buffer); "
-    "session(verify_block=0) leaves out this check"
+_STATE = (
+    "what a block changes and uses later goes into session(state={...}) or s.own, from a module into a buffer "
+    "(register_buffer)"
 )
+_BATCH = "draw the batch in the block that uses it, or by s.steps(loader) or s.steps(loader, second)"
 _LEFT = (
     "a fault and a resume run a block again: reset at the start of the block what it leaves behind (sums of gradients, "
     "handles, lists), and not after optimizer.step()"
@@ -327,7 +327,7 @@ class Prover:
         if not what:
             raise ImpureBlockError(
                 f"step {step.number}: run again on the same batch, the block {_finds(changed)}",
-                hint=_HINT,
+                hint=_hint(changed),
             )
         cause = (
             cause
@@ -339,13 +339,23 @@ class Prover:
         raise ImpureBlockError(
             f"step {step.number}: run again on the same batch, the block computes something else: {cause} "
             f"({what} differ)",
-            hint=_HINT,
+            hint=_hint(changed),
         )
 
 
 def _finds(changed: Sequence[str]) -> str:
     """Return the part of a sentence that names variables whose values differed between the runs of a block."""
     return f"finds other values of {', '.join(changed[:_TOLD_MAX])}, on which its updates depend"
+
+
+def _hint(changed: Sequence[str]) -> str:
+    """Return the hint of an error. If variables are known to differ, what to do with them comes first.
+
+    Args:
+        changed: the names of these variables. Batches and generators are not among them.
+    """
+    first, second = (_STATE, _BATCH) if changed else (_BATCH, _STATE)
+    return f"{first}; {second}; session(verify_block=0) leaves out this check"
 
 
 def difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
