@@ -280,7 +280,9 @@ def test_the_steps_of_the_session_are_no_cause() -> None:
                 schedule["steps"] += 1
                 script.pure()
     assert "drawn from" not in str(caught.value)
-    assert str(caught.value.hint).startswith("what a block changes and uses later goes into session(state={...})")
+    assert str(caught.value.hint).startswith(
+        "what a block changes and uses later goes into session(state={...})"
+    )
 
 
 def test_an_element_on_which_the_updates_depend_is_named_before_a_meter_in_a_tensor() -> None:

@@ -156,6 +156,13 @@ def test_what_cannot_change_or_is_too_large_is_not_read(
     assert source.digests == 0
 
 
+def test_a_container_in_itself_and_a_long_list_are_not_watched(script: dict[str, object]) -> None:
+    inside: list[object] = [1.0]
+    inside.append(inside)
+    constants, source = watching(script, inside=inside, names=["a"] * 20_000, numbers={"all": [0.5] * 20_000})
+    assert source.digests == 1 and not constants.changed, "only the digest of the first one was tried"
+
+
 def test_the_changed_constants_of_a_job_are_known_from_its_state() -> None:
     constants = WatchedConstants(None)
     constants.stand_at({"bank": f"{CONTENT}00000000", "count": 3, "name": "sgd"})

@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import CountsChanges, DescribesUpdates
@@ -40,6 +41,9 @@ READ_EVERY = 8
 """Number of looks of which one finds the variables by their names, and reads a small constant."""
 VAIN_MAX = 3
 """After so many digests without another content, one is taken only when a search of all values is due."""
+COUNTED_MAX = 10_000
+"""Largest number of items of which a digest is taken."""
+DEPTH_MAX = 4
 _NUMBERS = (bool, int, float, complex, type(None))
 _CONTAINERS = (list, tuple, dict)
 
@@ -163,13 +167,15 @@ def _can_change(value: object) -> bool:
     return has_static(value, "dtype") or (isinstance(value, _CONTAINERS) and bool(value))
 
 
-def _items(value: Any) -> Iterator[object]:
-    """Yield the items of nested containers, and containers themselves; any other value alone."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, _CONTAINERS):
-        for item in value:
-            yield from _items(item)
+def _items(value: Any, depth: int = DEPTH_MAX) -> Iterator[object]:
+    """Yield the items of nested containers; a container ``depth`` levels below ``value``, or another value, as it is.
+
+    Of a container, ``COUNTED_MAX`` items and one more are yielded, so that a caller sees that there are too many.
+    """
+    if isinstance(value, _CONTAINERS) and depth:
+        # A list at once: another thread may change the container.
+        for item in list(islice(value.values() if isinstance(value, dict) else value, COUNTED_MAX + 1)):
+            yield from _items(item, depth - 1)
     else:
         yield value
 
@@ -184,6 +190,6 @@ def _size_bytes(value: Any) -> int:
     total = 0
     for number, item in enumerate(_items(value)):
         total += int(getattr(item, "nbytes", 0)) if has_static(item, "dtype") else 64
-        if total > SIZE_BYTES_MAX or number > 10_000:
+        if total > SIZE_BYTES_MAX or number >= COUNTED_MAX:
             return SIZE_BYTES_MAX + 1
     return total
