@@ -156,6 +156,13 @@ def test_what_cannot_change_or_is_too_large_is_not_read(
     assert source.digests == 0
 
 
+def test_a_tensor_that_was_freed_is_not_compared_before_its_name_is_read(script: dict[str, object]) -> None:
+    constants, _ = watching(script, bank=torch.ones(3), scale=torch.ones(2))
+    del script["bank"]
+    script["scale"] = torch.ones(2)  # another tensor with the same content
+    assert not any(constants.look() for _ in range(2 * READ_EVERY))
+
+
 def test_a_container_in_itself_and_a_long_list_are_not_watched(script: dict[str, object]) -> None:
     inside: list[object] = [1.0]
     inside.append(inside)

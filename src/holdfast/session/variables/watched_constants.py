@@ -103,6 +103,7 @@ class WatchedConstants:
         turn = names[number // READ_EVERY % len(names)] if by_name else ""
         # To find a variable by its name takes longer than to compare its count.
         values = present_values(watched) if by_name else {name: self._held[name]() for name in names}
+        values = {name: value for name, value in values.items() if value is not None}  # the tensor was freed
         found: dict[str, tuple[tuple[str, int], Places]] = {}
         for name, value in values.items():
             text = self._text(name, value, fresh=due or (name == turn and _is_small(value)))
