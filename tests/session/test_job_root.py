@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -119,7 +120,10 @@ def test_later_processes_save_where_the_job_has_saved(
 def test_the_next_start_of_a_run_continues_where_it_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheduler repeats the command with the same run id. ``--root`` or another run id begins a new job."""
+    """A scheduler repeats the command with the same run id.
+
+    Other arguments, ``--root`` or another run id begin a new job.
+    """
     results = []
     for name, stop in (("undisturbed", ""), ("stopped", "8")):
         (where := tmp_path / name).mkdir()
@@ -134,8 +138,13 @@ def test_the_next_start_of_a_run_continues_where_it_has_saved(
         assert done.returncode == 0, done.stdout
         results.append([(where / f"ended-{rank}").read_text().split(maxsplit=1)[1] for rank in (0, 1)])
     assert results[0] == results[1]
-    for flags in (("--run-id", "it", "--root", "own"), ("--run-id", "that")):
-        assert "resumed at step" not in run_job(tmp_path / "stopped", 2, *flags, JOB).stdout
+    for flags in (
+        ("--run-id", "it", JOB, "another"),
+        ("--run-id", "it", "--root", "own", JOB),
+        ("--run-id", "that", JOB),
+    ):
+        shutil.rmtree(tmp_path / "stopped/later", ignore_errors=True)
+        assert "resumed at step" not in run_job(tmp_path / "stopped", 2, *flags).stdout
 
 
 def test_a_place_with_checkpoints_that_the_script_names_in_a_new_start_is_taken(tmp_path: Path) -> None:

@@ -140,8 +140,13 @@ def _make_room(run_dir: RunDir) -> Path | None:
 
 
 def _root_of(earlier: RunDir, settings: RunSettings) -> str:
-    """Return where an earlier start has saved; empty if it has not, or if ``--root`` names a place."""
-    if ROOT_VARIABLE in settings.env or ROOT_VARIABLE in os.environ:
+    """Return where an earlier start of the same command has saved; empty if it has not, or ``--root`` names a place.
+
+    Another script, or other arguments, may be another job under the same run id.
+    """
+    before = RunSettings.load(earlier.path)
+    same = (before.kind, before.target, before.args) == (settings.kind, settings.target, settings.args)
+    if not same or ROOT_VARIABLE in settings.env or ROOT_VARIABLE in os.environ:
         return ""
     history = RunHistory.read(event_log.read(earlier.journal).events)
     return history.root if history.kept_step >= 0 else ""
