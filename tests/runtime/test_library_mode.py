@@ -35,7 +35,9 @@ client.kv("add", ("here",), amount=1)
 while int(client.kv("get", ("here",)).value or b"0") < 3:
     time.sleep(0.01)
 print("joined", flush=True)
-time.sleep(600 if sys.argv[1] == "stay" else 0.2)
+# All ranks end at one time. A rank that ends long before the others is a lost rank, and the others are ended.
+end = client.kv("compare_set", ("end",), value=str(time.monotonic() + 1.0).encode()).value
+time.sleep(600 if sys.argv[1] == "stay" else max(0.0, float(end) - time.monotonic()))
 client.close()
 """
 

@@ -1,12 +1,13 @@
 """Two ranks whose script names another checkpoint directory in each process that starts later, as by a time stamp.
 
-``python renamed_job.py``. ``KILL`` names the kills, as in ``tests/others/beat.py``. Each rank writes its weights and
-the directory of its session into ``ended-RANK``.
+``python renamed_job.py``. ``KILL`` names the kills, as in ``tests/others/beat.py``. With ``KILL_ALL`` all ranks are
+killed at step 7. Each rank writes its weights and the directory of its session into ``ended-RANK``.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -18,8 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast.store.manage.checkpoint_root import Root
 from tests.others.beat import beat
+from tests.session.once import first
 
 LATER = Path("begun").exists() or bool(os.environ.get("HOLDFAST_SPARE"))
+
+
+def kill_all(step: int) -> None:
+    """At step 7 let rank 0 kill all ranks at once, if ``KILL_ALL`` says so, once."""
+    rank, done = dist.get_rank(), Path("killed-all")
+    if step == 0:
+        Path(f"pid-{rank}").write_text(str(os.getpid()))
+    if step == 7 and rank == 0 and os.environ.get("KILL_ALL") and first(done):
+        for other in (1, 0):
+            os.kill(int(Path(f"pid-{other}").read_text()), signal.SIGKILL)
 
 
 def main() -> None:
@@ -33,6 +45,7 @@ def main() -> None:
         for step in s.steps(until=12):
             with step:
                 beat(s.step)
+                kill_all(s.step)
                 optimizer.zero_grad()
                 model(torch.full((2, 4), s.step + 1.0)).square().sum().backward()
                 optimizer.step()

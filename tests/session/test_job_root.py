@@ -95,7 +95,7 @@ def test_a_host_may_mount_the_place_at_another_path(tmp_path: Path, monkeypatch:
     [
         ("1:7", "replace", ()),
         ("0:7", "replace", ("--spares", "1")),
-        ("0:7,1:7", "resumed at step 5 from", ()),
+        ("all", "resumed at step 5 from", ()),
     ],
 )
 def test_later_processes_save_where_the_job_has_saved(
@@ -104,7 +104,7 @@ def test_later_processes_save_where_the_job_has_saved(
     results = []
     for name, kills in (("undisturbed", ""), ("killed", kill)):
         (where := tmp_path / name).mkdir()
-        monkeypatch.setenv("KILL", kills)
+        monkeypatch.setenv("KILL_ALL" if kills == "all" else "KILL", kills)
         done = run_job(where, 2, *flags, JOB)
         assert done.returncode == 0, done.stdout
         assert not kills or ends in done.stdout, done.stdout
