@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import cast
@@ -88,6 +89,22 @@ def test_a_host_may_mount_the_place_at_another_path(tmp_path: Path, monkeypatch:
     assert taken(stored, 1, tmp_path / "mount-b", later=True) == tmp_path / "mount-a"
 
 
+def weights_of(done: subprocess.CompletedProcess[str], where: Path) -> list[str]:
+    """Return the weights of both ranks of a job that has ended well, and that has saved in ``where / "first"`` only."""
+    assert done.returncode == 0, done.stdout
+    assert not (where / "later").exists(), done.stdout
+    ended = [(where / f"ended-{rank}").read_text().split(maxsplit=1) for rank in (0, 1)]
+    assert [place for place, _ in ended] == [str(where / "first")] * 2
+    return [weights for _, weights in ended]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the weights of the job without a fault."""
+    where = tmp_path_factory.mktemp("undisturbed")
+    return weights_of(run_job(where, 2, JOB), where)
+
+
 @pytest.mark.torch
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -99,52 +116,42 @@ def test_a_host_may_mount_the_place_at_another_path(tmp_path: Path, monkeypatch:
     ],
 )
 def test_later_processes_save_where_the_job_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: str, ends: str, flags: tuple[str, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: list[str],
+    kill: str,
+    ends: str,
+    flags: tuple[str, ...],
 ) -> None:
-    results = []
-    for name, kills in (("undisturbed", ""), ("killed", kill)):
-        (where := tmp_path / name).mkdir()
-        monkeypatch.setenv("KILL_ALL" if kills == "all" else "KILL", kills)
-        done = run_job(where, 2, *flags, JOB)
-        assert done.returncode == 0, done.stdout
-        assert not kills or ends in done.stdout, done.stdout
-        assert not (where / "later").exists(), done.stdout
-        weights = [(where / f"ended-{rank}").read_text().split(maxsplit=1) for rank in (0, 1)]
-        assert [place for place, _ in weights] == [str(where / "first")] * 2
-        results.append([values for _, values in weights])
-    assert results[0] == results[1]
+    monkeypatch.setenv("KILL_ALL" if kill == "all" else "KILL", kill)
+    done = run_job(tmp_path, 2, *flags, JOB)
+    assert ends in done.stdout, done.stdout
+    assert weights_of(done, tmp_path) == undisturbed
 
 
 @pytest.mark.torch
 @pytest.mark.processes
 def test_the_next_start_of_a_run_continues_where_it_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[str]
 ) -> None:
     """A scheduler repeats the command with the same run id.
 
     Other arguments, ``--root`` or another run id begin a new job.
     """
-    results = []
-    for name, stop in (("undisturbed", ""), ("stopped", "8")):
-        (where := tmp_path / name).mkdir()
-        monkeypatch.setenv("STOP", stop)
-        done = run_job(where, 2, "--run-id", "it", JOB)
-        if stop:
-            assert done.returncode == Exit.REQUEUE, done.stdout
-            assert done.stdout.strip().endswith(f"it continues at step 9 from {where / 'first'}"), done.stdout
-            done = run_job(where, 2, "--run-id", "it", JOB)
-            assert "resumed at step 9 from" in done.stdout, done.stdout
-            assert not (where / "later").exists(), done.stdout
-        assert done.returncode == 0, done.stdout
-        results.append([(where / f"ended-{rank}").read_text().split(maxsplit=1)[1] for rank in (0, 1)])
-    assert results[0] == results[1]
+    monkeypatch.setenv("STOP", "8")
+    done = run_job(tmp_path, 2, "--run-id", "it", JOB)
+    assert done.returncode == Exit.REQUEUE, done.stdout
+    assert done.stdout.strip().endswith(f"it continues at step 9 from {tmp_path / 'first'}"), done.stdout
+    done = run_job(tmp_path, 2, "--run-id", "it", JOB)
+    assert "resumed at step 9 from" in done.stdout, done.stdout
+    assert weights_of(done, tmp_path) == undisturbed
     for flags in (
         ("--run-id", "it", JOB, "another"),
         ("--run-id", "it", "--root", "own", JOB),
         ("--run-id", "that", JOB),
     ):
-        shutil.rmtree(tmp_path / "stopped/later", ignore_errors=True)
-        assert "resumed at step" not in run_job(tmp_path / "stopped", 2, *flags).stdout
+        shutil.rmtree(tmp_path / "later", ignore_errors=True)
+        assert "resumed at step" not in run_job(tmp_path, 2, *flags).stdout
 
 
 def test_a_place_with_checkpoints_that_the_script_names_in_a_new_start_is_taken(tmp_path: Path) -> None:
@@ -158,18 +165,12 @@ def test_a_place_with_checkpoints_that_the_script_names_in_a_new_start_is_taken(
 @pytest.mark.torch
 @pytest.mark.processes
 def test_the_next_start_of_torchrun_continues_in_the_directory_of_the_start_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[str]
 ) -> None:
-    results = []
-    for name, kills in (("undisturbed", ""), ("killed", "1:7")):
-        (where := tmp_path / name).mkdir()
-        monkeypatch.setenv("KILL", kills)
-        done = run_torchrun(where, 2, "--max-restarts", "1", JOB)
-        assert done.returncode == 0, done.stdout
-        assert not kills or "resumed at step 7 from" in done.stdout, done.stdout
-        assert not (where / "later").exists(), done.stdout
-        results.append([(where / f"ended-{rank}").read_text().split(maxsplit=1)[1] for rank in (0, 1)])
-    assert results[0] == results[1]
+    monkeypatch.setenv("KILL", "1:7")
+    done = run_torchrun(tmp_path, 2, "--max-restarts", "1", JOB)
+    assert "resumed at step 7 from" in done.stdout, done.stdout
+    assert weights_of(done, tmp_path) == undisturbed
 
 
 def test_the_place_of_a_torchrun_is_read_by_its_next_start_only(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from holdfast.session.variables.plain_values import plain_values
-from holdfast.session.variables.rare_digests import ITEMS_MAX, RareDigests
+from holdfast.session.variables.rare_digests import RareDigests
+from holdfast.session.variables.watched_constants import ITEMS_MAX
 
 torch = pytest.importorskip("torch")
 

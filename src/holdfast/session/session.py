@@ -193,7 +193,9 @@ class Session(ScriptLoops):
             self._stand_by(client.stand_in)
             script_end.entered(self)
             return self
-        self._prepare_root(library)
+        self._prepare_root()
+        if library and client is not None and client.local_rank == 0 and self.root is not None:
+            note_root(str(self.root))
         if self._rank.joining and client is not None:
             self._take_over(client)
         else:
@@ -212,11 +214,8 @@ class Session(ScriptLoops):
         exchange = self._adapter.vote if isinstance(self._adapter, HasGroups) else None
         return join_or_start_agent(seat, exchange), True
 
-    def _prepare_root(self, library: bool = False) -> None:
+    def _prepare_root(self) -> None:
         """Take the place of the job's checkpoints, and check before the first save that it can be written.
-
-        Args:
-            library: the job has no launcher of Holdfast.
 
         Raises:
             UsageError: another rank of the same start saves in another place.
@@ -226,8 +225,6 @@ class Session(ScriptLoops):
         if self._client is not None:
             later = self._rank.joining or restarts > 0
             self.root = self._saver.root = root_of_job(self._client, self.root, later=later)
-            if library and self._client.local_rank == 0 and self.root is not None:
-                note_root(str(self.root))
         if self.root is None:
             self._say("holdfast: no checkpoint directory: nothing is saved, also not when a rank is lost")
             return

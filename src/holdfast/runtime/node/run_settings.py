@@ -64,9 +64,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     args: tuple[str, ...] = ()
     command: tuple[str, ...] = ()  # the command line as typed, for reports
     created_at: float = 0.0  # Unix time
-    root_before: str = (
-        ""  # where the earlier start of this run has saved; empty: not known, or ``--root`` names one
-    )
+    root_before: str = ""  # where an earlier start of this run has saved; empty: a place to take is not known
 
     nproc: int = 1  # workers of this node
     # Workers of each node that has ranks, by node number; empty: ``nproc`` on all.

@@ -299,22 +299,28 @@ def _is_item(target: ast.expr) -> bool:
 
 
 @cache
-def outermost_loop(places: Places) -> ast.AST:
-    """Return the outermost loop of the outermost stack frame. The functions that it calls are inlined.
+def loops_with_bodies(places: Places) -> tuple[ast.AST, ...]:
+    """Return the loops of the outermost stack frame, the outermost loop first, with bodies in their calls.
 
-    Without a loop, the result is an empty module.
+    All are parts of one tree, which no caller changes.
 
     Args:
         places: file and line of the stack frames, the innermost frame first.
     """
-    return next(iter(loops_to_steps(places)), ast.Module([], []))
+    return tuple(with_bodies(places[-1], loops_around(*places[-1]), places[:-1]))
 
 
-def loops_to_steps(places: Places) -> list[ast.AST]:
-    """Return the loops of the outermost stack frame down to that over steps, as :func:`outermost_loop` does."""
-    around, over_steps = loops_around(*places[-1]), _loops_over_steps(scope_of(*places[-1]))
-    numbers = (n for n, loop in enumerate(around, 1) if any(loop is each for each in over_steps))
-    return with_bodies(places[-1], around, places[:-1])[: max(numbers, default=1)]
+def outermost_loop(places: Places) -> ast.AST:
+    """Return the first of :func:`loops_with_bodies`; an empty module if there is no loop."""
+    return next(iter(loops_with_bodies(places)), ast.Module([], []))
+
+
+def loops_to_steps(places: Places) -> tuple[ast.AST, ...]:
+    """Return those of :func:`loops_with_bodies` down to that over steps; only the first if none is."""
+    over_steps = _loops_over_steps(scope_of(*places[-1]))
+    around = enumerate(loops_around(*places[-1]), 1)
+    numbers = (number for number, loop in around if any(loop is each for each in over_steps))
+    return loops_with_bodies(places)[: max(numbers, default=1)]
 
 
 def block_at(places: Places) -> ast.AST | None:

@@ -36,6 +36,7 @@ from holdfast.session.variables.deciding_variables import (
     PlacedVariable,
     Places,
     loops_around,
+    loops_with_bodies,
     scope_of,
 )
 from holdfast.session.variables.update_sources import dotted, sources
@@ -67,17 +68,38 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
     """
     for depth, place in enumerate(places):
         loops = with_bodies(place, loops_around(*place)[-1:], places[:depth])
-        found = sources(loops[0], frozenset()) if loops else []
-        if found:
-            if isinstance(loops[0], ast.For):
-                # A job may continue to another end, s.steps(until=N). The loader is compared by its batches.
-                loops[0].iter = ast.Constant(None)
+        names = _names_of_inputs(loops[0]) if loops else None
+        if names is not None:
             inside = _inside_session(places[depth:])
-            names = [name for name in inputs(loops[0], found) if LOCAL not in name]
             return tuple(
                 LoopInput(PlacedVariable(name, place, partly=False), _origin(name, inside)) for name in names
             )
     return ()
+
+
+def unwritten_variables(places: Places) -> tuple[PlacedVariable, ...]:
+    """Return the variables on which an update depends, and which the loop around the update does not write.
+
+    Args:
+        places: file and line of the stack frames of the update, the innermost frame first.
+    """
+    for depth, place in enumerate(places):
+        loops = loops_with_bodies(places[: depth + 1])
+        names = _names_of_inputs(loops[-1]) if loops else None
+        if names is not None:
+            return tuple(PlacedVariable(name, place, partly=False) for name in names)
+    return ()
+
+
+def _names_of_inputs(loop: ast.AST) -> list[str] | None:
+    """Return the names on which the updates in ``loop`` depend, and which it does not write; None without updates."""
+    found = sources(loop, frozenset())
+    if not found:
+        return None
+    if isinstance(loop, ast.For):
+        # A job may continue to another end, s.steps(until=N). The loader is compared by its batches.
+        loop = ast.For(loop.target, ast.Constant(None), loop.body, loop.orelse)
+    return [name for name in inputs(loop, found) if LOCAL not in name]
 
 
 def _inside_session(places: Places) -> Places:

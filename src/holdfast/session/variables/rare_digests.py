@@ -24,13 +24,11 @@ from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import has_static
 from holdfast.session.variables.growing_tables import first_parts
 from holdfast.session.variables.library_meters import meter_states, meter_text
-from holdfast.session.variables.look_schedule import LOOKS, number_of_look
+from holdfast.session.variables.look_schedule import is_first_look
 from holdfast.session.variables.plain_values import CONTAINERS
 from holdfast.session.variables.variable_history import PlainValue
-from holdfast.session.variables.watched_constants import WatchedConstants
+from holdfast.session.variables.watched_constants import ITEMS_MAX, WatchedConstants
 
-ITEMS_MAX = 10_000
-"""Largest number of values in a container of which a digest is taken."""
 DEPTH_MAX = 5
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -62,7 +60,7 @@ class RareDigests:
     @property
     def due(self) -> bool:
         """True if new digests are taken at the next update."""
-        return self._updates < LOOKS or number_of_look(self._updates) == 0
+        return is_first_look(self._updates)
 
     def texts(
         self, values: Mapping[str, object], plain: Mapping[str, PlainValue], *, fresh: bool

@@ -50,6 +50,7 @@ from holdfast.session.variables.deciding_variables import (
 from holdfast.session.variables.growing_tables import growing_tables
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by, read_by_property
 from holdfast.session.variables.library_meters import meter_states
+from holdfast.session.variables.loop_inputs import unwritten_variables
 from holdfast.session.variables.module_variables import NO_MODULES, module_variables
 from holdfast.session.variables.plain_values import (
     CONTAINERS,
@@ -66,7 +67,6 @@ from holdfast.session.variables.reported_variables import listed, reported_varia
 from holdfast.session.variables.search_defects import warns_of_defects
 from holdfast.session.variables.set_once import set_once
 from holdfast.session.variables.variable_history import Names, PlainValue, VariableHistory, is_array, is_same
-from holdfast.session.variables.watched_constants import unwritten_variables
 
 log = logging.getLogger("holdfast")
 
@@ -332,12 +332,7 @@ class UpdateVariables:
                     self._refuse(again, history, HINT)
             return
         found = present_values(self._names)
-        constants = {name: found.pop(name) for name in self._rare.constants.changed & found.keys()}
-        values = plain_values(found, self._source)
-        every = {
-            **self._rare.texts(found, values, fresh=self._rare.due),
-            **self._rare.constants.texts(constants, fresh=self._rare.due),
-        }
+        values, every = self._values(found, fresh=self._rare.due)
         self._of_rank.values = {
             **every,
             **dict.fromkeys((found.keys() & self._of_rank.first) - every.keys(), OBJECT),
@@ -364,16 +359,25 @@ class UpdateVariables:
             values: the present values of variables.
             fresh: take new digests of these.
         """
+        return self._values(values, fresh=fresh)[1]
+
+    def _values(
+        self, values: Mapping[str, object], *, fresh: bool
+    ) -> tuple[dict[str, PlainValue], dict[str, PlainValue]]:
+        """Return the plain values that the ranks compare, and those of :meth:`_read`, for ``values``."""
         constants = {name: values[name] for name in self._rare.constants.changed & values.keys()}
-        values = {name: value for name, value in values.items() if name not in constants}
-        return {
-            **self._rare.texts(values, plain_values(values, self._source), fresh=fresh),
-            **self._rare.constants.texts(constants, fresh=fresh),
-        }
+        others = {name: value for name, value in values.items() if name not in constants}
+        plain = plain_values(others, self._source)
+        every = self._rare.texts(others, plain, fresh=fresh) | self._rare.constants.texts(
+            constants, fresh=fresh
+        )
+        return plain, every
 
     def _note_constants(self) -> None:
         """Add the constants that have changed to the variables on which the updates depend."""
         changed = self._rare.constants.look()
+        if not changed:
+            return
         first = {name: self._rare.constants.first(name) for name in changed}
         self._names.update(changed)
         self._began.update(first)

@@ -11,7 +11,7 @@ A constant stays out of the history of the variables until it has changed. From 
 which the updates depend, with the content of the first look as its first value.
 
 Invariants:
-1. A look that is not due reads the constants whose count has grown, and at most one small constant.
+1. A look that is not due reads the unchanged constants whose count has grown, and at most one small constant.
 2. A constant that has changed has two texts that differ: that of the first look in this process, and the newest one.
 """
 
@@ -25,32 +25,26 @@ from typing import Any, NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import CountsChanges, DescribesUpdates
 from holdfast.runtime.worker.script_attributes import has_static
-from holdfast.session.variables.deciding_variables import PlacedVariable, Places
-from holdfast.session.variables.look_schedule import LOOKS, number_of_look
-from holdfast.session.variables.loop_inputs import loop_inputs
+from holdfast.session.variables.deciding_variables import Places
+from holdfast.session.variables.look_schedule import is_first_look
 from holdfast.session.variables.plain_values import present_values
 from holdfast.session.variables.variable_history import Names, PlainValue
 
 CONTENT = "a value with checksum "
 """The begin of the text for the content of a constant that has changed."""
 SIZE_BYTES_MAX = 64 << 20
-ITEMS_MAX = 64
-"""Largest number of items, in all nested containers, that are looked at in each step."""
+ITEMS_MAX = 10_000
+"""Largest number of values in a container of which a digest is taken."""
+COUNTED_MAX = 64
+"""Largest number of values, in all nested containers, that are looked at in each step."""
 SMALL_SIZE_BYTES_MAX = 1 << 20
 READ_EVERY = 8
 """Number of looks of which one finds the variables by their names, and reads a small constant."""
 VAIN_MAX = 3
 """After so many digests without another content, one is taken only when a search of all values is due."""
-COUNTED_MAX = 10_000
-"""Largest number of items of which a digest is taken."""
 DEPTH_MAX = 4
 _NUMBERS = (bool, int, float, complex, type(None))
 _CONTAINERS = (list, tuple, dict)
-
-
-def unwritten_variables(places: Places) -> tuple[PlacedVariable, ...]:
-    """Return the variables on which the updates in the loop at ``places`` depend, and which the loop does not write."""
-    return tuple(each.variable for each in loop_inputs(places))
 
 
 class _Reading(NamedTuple):
@@ -97,7 +91,7 @@ class WatchedConstants:
         if not watched:
             return {}
         number, self._looks = self._looks, self._looks + 1
-        due = number < LOOKS or number_of_look(number) == 0
+        due = is_first_look(number)
         by_name = due or number % READ_EVERY == 0
         names = list(watched)
         turn = names[number // READ_EVERY % len(names)] if by_name else ""
@@ -117,9 +111,19 @@ class WatchedConstants:
         return self._first[name]
 
     def texts(self, values: Mapping[str, object], *, fresh: bool) -> dict[str, PlainValue]:
-        """Return the texts for the present ``values`` of constants that have changed."""
-        found = {name: self._text(name, value, fresh=fresh) for name, value in values.items()}
-        return {name: text for name, text in found.items() if text is not None}
+        """Return the texts for the present ``values`` of constants that have changed.
+
+        Args:
+            values: the values by name.
+            fresh: take new digests. Otherwise the newest digest stands for a value, as in ``rare_digests.py``.
+        """
+        found: dict[str, PlainValue] = {}
+        for name, value in values.items():
+            seen = self._seen.get(name)
+            text = self._text(name, value, fresh=True) if fresh or seen is None else seen.text
+            if text is not None:
+                found[name] = text
+        return found
 
     def stand_at(self, newest: Mapping[str, PlainValue]) -> None:
         """Take over which constants have changed, from the newest values of the loaded state."""
@@ -153,7 +157,7 @@ class WatchedConstants:
             return id(value), count
         found: list[object] = []
         for item in _items(value):
-            if len(found) > ITEMS_MAX:
+            if len(found) > COUNTED_MAX:
                 return None
             found.append(item if isinstance(item, _NUMBERS) else (id(item), self._counter.changes_of(item)))
         return found
@@ -171,11 +175,11 @@ def _can_change(value: object) -> bool:
 def _items(value: Any, depth: int = DEPTH_MAX) -> Iterator[object]:
     """Yield the items of nested containers; a container ``depth`` levels below ``value``, or another value, as it is.
 
-    Of a container, ``COUNTED_MAX`` items and one more are yielded, so that a caller sees that there are too many.
+    Of a container, ``ITEMS_MAX`` items and one more are yielded, so that a caller sees that there are too many.
     """
     if isinstance(value, _CONTAINERS) and depth:
         # A list at once: another thread may change the container.
-        for item in list(islice(value.values() if isinstance(value, dict) else value, COUNTED_MAX + 1)):
+        for item in list(islice(value.values() if isinstance(value, dict) else value, ITEMS_MAX + 1)):
             yield from _items(item, depth - 1)
     else:
         yield value
@@ -191,6 +195,6 @@ def _size_bytes(value: Any) -> int:
     total = 0
     for number, item in enumerate(_items(value)):
         total += int(getattr(item, "nbytes", 0)) if has_static(item, "dtype") else 64
-        if total > SIZE_BYTES_MAX or number >= COUNTED_MAX:
+        if total > SIZE_BYTES_MAX or number >= ITEMS_MAX:
             return SIZE_BYTES_MAX + 1
     return total

@@ -297,11 +297,12 @@ def _guard_objects(name: str, alone: Callable[..., None]) -> None:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         state = fabric()
         state.returning_data(True)
+        replays = state.looped and setup_record()
         try:
-            if not state.calm and state.check(name) and not (state.looped and setup_record()):
+            if not state.calm and state.check(name) and not replays:
                 state.begin_alone(name)
                 return alone(*args, **kwargs)
-            if name == "broadcast_object_list" and state.looped and setup_record():
+            if name == "broadcast_object_list" and replays:
                 return _by_another(original, *args, **kwargs)
             return original(*args, **kwargs)
         except GroupAborted as error:
