@@ -4,11 +4,15 @@ Faults are drawn close together, so that most of them meet the recovery that the
 seed is a job on several hosts. A schedule that breaks an invariant is shrunk and printed. That of a job on several
 hosts is one line for ``tests/sim/found_schedules.jsonl``, whose lines are tests. At the end comes a table: how often
 each fault struck in each phase of the job.
+
+The first and the last line name the code by a digest of its sources. The runs of several nights add up if their digests
+are equal and their seeds are not.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import random
 import sys
@@ -18,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -143,6 +148,14 @@ def table(coverage: Coverage) -> str:
     return "\n".join(rows)
 
 
+def code_digest() -> str:
+    """Return a digest of the sources that the runs execute: the state machines, the simulator and this file."""
+    names = sorted(name for name in sys.modules if f"{name}.".startswith(("holdfast.core.", "holdfast.sim.")))
+    files = [Path(sys.modules[name].__file__ or "") for name in names]
+    text = b"".join(f"{name}\n".encode() + file.read_bytes() for name, file in zip(names, files, strict=True))
+    return hashlib.sha256(text + Path(__file__).read_bytes()).hexdigest()[:12]
+
+
 def _count(given: argparse.Namespace, first: int) -> int:
     """Return the number of runs of the task that begins with seed ``first``."""
     return min(RUNS_PER_TASK, int(given.first_seed) + int(given.runs) - first)
@@ -160,7 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--minutes", type=float, default=0.0, help="end after this; 0: after all runs")
     given = parser.parse_args(arguments)
-    print(f"up to {given.runs} runs from seed {given.first_seed}", flush=True)
+    code = code_digest()
+    print(f"up to {given.runs} runs from seed {given.first_seed} of the code {code}", flush=True)
     begun_s = told_s = time.monotonic()
     end_s = begun_s + 60 * given.minutes if given.minutes else float("inf")
     firsts = iter(range(given.first_seed, given.first_seed + given.runs, RUNS_PER_TASK))
@@ -185,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{done} runs, {done / (now_s - begun_s):.0f} per second, {failed} failed", flush=True)
     print(table(coverage))
     what = "no invariant was broken" if not failed else f"{failed} seeds broke an invariant"
-    print(f"{done} runs: {what}")
+    print(f"{done} runs of the code {code}: {what}")
     return min(failed, 1)
 
 

@@ -23,7 +23,7 @@ FOUND = [
 def test_a_day_of_seeds_breaks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert night.main(["--runs", "60", "--first-seed", "1400", "--processes", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "60 runs: no invariant was broken" in shown
+    assert f"60 runs of the code {night.code_digest()}: no invariant was broken" in shown
     assert "lose_host" in shown and "replacing" in shown, "the coverage by fault and phase"
 
 
