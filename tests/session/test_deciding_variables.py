@@ -410,6 +410,19 @@ UPDATES: dict[str, tuple[str, ...]] = {
     "w = 1\nwhile w < 9 + it:\n    (w * model(batch)).backward()\n    optimizer.step()\n    w += 1\nit += 1": (
         "it",
     ),
+    "if not hasattr(own, 'w'):\n    own.w = 1\n(own.w * model(batch)).backward()\noptimizer.step()\nown.w *= 2": (
+        "own.w",
+    ),
+    "(getattr(own, 'w', 1) * model(batch)).backward()\noptimizer.step()\nown.w = getattr(own, 'w', 1) * 2": (
+        "own.w",
+    ),
+    "(vars(own).get('w', 1) * model(batch)).backward()\noptimizer.step()\nif 'w' not in vars(own):\n    own.w = 1\n"
+    "own.w *= 2": ("own.w",),
+    "(getattr(own, 'w', 1) * model(batch)).backward()\noptimizer.step()\ntry:\n    own.w *= 2\n"
+    "except AttributeError:\n    own.w = 1": ("own.w",),
+    "if not hasattr(own, 'w'):\n    own.w = made(9)\n(own.w * model(batch)).backward()\noptimizer.step()": (
+        "own.w",
+    ),
     "x = own.part\n(x.w * own.part.w).backward()\noptimizer.step()\nif n % 8 == 0:\n    x.w = 2\nn += 1": (
         "n",
     ),

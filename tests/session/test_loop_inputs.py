@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.session.variables.deciding_variables import all_places
-from holdfast.session.variables.loop_inputs import InputOrigin, loop_inputs
+from holdfast.session.variables.loop_inputs import InputOrigin, loop_inputs, unwritten_variables
 
 
 class Recorder:
@@ -174,3 +174,29 @@ def test_variables_that_code_before_the_loop_sets_and_updates_use(tmp_path: Path
     exec(compile(text, str(file), "exec"), variables)
     assert recorder.found == names
     assert ("target" in recorder.settings) == (name in SETTINGS)
+
+
+INNER_LOOPS = """
+def update(whole):
+    for part in halves(whole):
+        (model(part) * scale * whole.sum()).backward()
+        optimizer.step()
+
+def train(s):
+    for epoch in s.epochs(2):
+        for step in s.steps(loader):
+            with step as batch:
+                target = made(batch)
+                for module in phases:
+                    (module(batch, target) * scale).backward()
+                    optimizer.step()
+                update(batch)
+"""
+
+
+def test_what_a_block_writes_ahead_of_an_inner_loop_is_no_constant(tmp_path: Path) -> None:
+    """Regression: the batch of a block with a loop over phases counted as a constant, and its change was an alarm."""
+    (file := tmp_path / "train.py").write_text(INNER_LOOPS)
+    for places in (((str(file), 14),), ((str(file), 5), (str(file), 15))):
+        names = {each.name for each in unwritten_variables(places)}
+        assert "scale" in names and names.isdisjoint({"batch", "target", "whole", "part", "module"}), names

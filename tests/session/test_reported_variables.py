@@ -44,11 +44,58 @@ with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
         print(total)
 """
 
+FIRST_USE = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-def test_an_object_stands_for_its_attributes() -> None:
+import holdfast
+from tests.others.beat import beat
+
+
+class Learner:
+    def __init__(self):
+        self.model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def feed(self, batch):
+        if "input" in batch:
+            self.input = batch["input"]
+
+    def update(self):
+        self.optimizer.zero_grad()
+        self.model(self.input).square().mean().backward()
+        self.optimizer.step()
+
+    def evaluate(self, step):
+        if not hasattr(self, "record"):
+            self.record = {"loss": {"best": float("inf"), "at": -1}}
+        loss = self.model.module(torch.ones(4, 4)).square().mean().item()
+        if loss <= self.record["loss"]["best"]:
+            self.record["loss"]["best"] = loss
+            self.record["loss"]["at"] = step
+        del self.input
+
+
+dist.init_process_group("gloo")
+learner = Learner()
+data = [{"input": torch.full((4,), float(each))} for each in range(32)]
+with holdfast.session(model=learner.model, optimizer=learner.optimizer, checkpoint="ckpt") as s:
+    for step in s.steps(torch.utils.data.DataLoader(data, batch_size=2)):
+        with step as batch:
+            beat(s.step)
+            learner.feed(batch)
+            learner.update()
+        if step.committed and s.step % 4 == 0:
+            learner.evaluate(s.step)
+"""
+
+
+def test_an_object_stands_for_several_attributes() -> None:
     names = ["losses.sum", "losses.count", 'best["loss"]', "self.count", "self.meter.sum", "end"]
     assert listed(names[:4]) == ("losses, best, self.count", 3)
-    assert listed(names) == ("losses, best, self.count, self.meter and 1 more", 5)
+    assert listed(names) == ("losses, best, self.count, self.meter.sum and 1 more", 5)
+    assert listed(["learner.record"]) == ("learner.record", 1), "the learner has the model as well"
 
 
 @pytest.mark.torch
@@ -98,3 +145,20 @@ def test_a_sum_that_each_epoch_begins_again_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setenv("KILL", "0:6")
     done = run_job(tmp_path, 2, "train.py")
     assert done.returncode == 0 and "holdfast: total begins again in this process" in done.stdout, done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_record_that_an_object_makes_at_its_first_use_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a replacement does not have it yet, so it was not named (BasicSR's best metrics).
+
+    The input of a block, which each block sets, is not there either.
+    """
+    (tmp_path / "train.py").write_text(FIRST_USE)
+    monkeypatch.setenv("KILL", "0:6")
+    done = run_job(tmp_path, 2, "train.py")
+    assert done.returncode == 0 and "holdfast: learner.record begins again in this process" in done.stdout, (
+        done.stdout
+    )

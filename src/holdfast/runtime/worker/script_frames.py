@@ -134,6 +134,25 @@ def container_of(name: str) -> str:
     return _CONTAINERS.get(name.partition(".")[0].partition("[")[0], "")
 
 
+def as_written(name: str) -> str:
+    """Return a variable as the script may write it: ``optimizers[0].param_groups`` for ``optimizers:0.param_groups``.
+
+    A variable of a function that is not on the stack is ``NAME of FUNCTION()``, a global one ``MODULE.NAME``.
+    """
+    owner, *parts = _PARTS.findall(name)
+    scope, colon, last = owner.rpartition(":")
+    if not colon:
+        return name
+    attributes = name[len(owner) :] if parts else ""
+    if owner in _CONTAINERS:
+        key = last if last.isdecimal() else f'"{last}"'
+        return f"{as_written(_CONTAINERS[owner])}[{key}]{attributes}"
+    home = _OUTSIDE.get(owner, {})
+    scope = scope.rstrip("_")
+    of_function = isinstance(home, CellType) or len(home) == 1
+    return f"{last}{attributes} of {scope}()" if of_function else f"{scope}.{last}{attributes}"
+
+
 def _outside(scope: str, name: str, home: CellType | Mapping[str, object]) -> str:
     scope = scope.rpartition(".")[2]
     while (found := f"{scope}:{name}") in _OUTSIDE and not _is_same(_OUTSIDE[found], home, name):

@@ -125,7 +125,7 @@ def placed_variables(
     """
     found: dict[tuple[str, tuple[str, int]], bool] = {}
     for depth, place in reversed(list(enumerate(places))):
-        in_block = any(map(_has_loop_over_steps, places[depth + 1 :]))
+        in_block = any(map(has_loop_over_steps, places[depth + 1 :]))
         for name, partly in _of_place(place, places[:depth], update, state, in_block=in_block):
             if LOCAL not in name:
                 found[name, place] = partly and found.get((name, place), True)
@@ -487,7 +487,7 @@ def _loops_over_steps(tree: ast.AST) -> list[ast.For]:
 
 
 @cache
-def _has_loop_over_steps(place: tuple[str, int]) -> bool:
+def has_loop_over_steps(place: tuple[str, int]) -> bool:
     """Return whether the code at ``place`` is in a loop over steps of its function."""
     over_steps = _loops_over_steps(scope_of(*place))
     return any(loop is each for loop in loops_around(*place) for each in over_steps)

@@ -23,7 +23,7 @@ from typing import Any, cast
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of
-from holdfast.runtime.worker.script_frames import owners_of, values_of
+from holdfast.runtime.worker.script_frames import as_written, owners_of, values_of
 from holdfast.session.variables.deciding_variables import VARIABLES_MAX, PlacedVariable, all_places, described
 from holdfast.session.variables.loop_inputs import InputOrigin, LoopInput, loop_inputs
 from holdfast.session.variables.search_defects import warns_of_defects
@@ -102,8 +102,9 @@ class InputValues:
             name for name in comparable if before.get(name, self._digests[name]) != self._digests[name]
         ]
         if changed:
+            named = ", ".join(map(as_written, changed[:VARIABLES_MAX]))
             raise StepError(
-                f"step {step}: the updates depend on {', '.join(changed[:VARIABLES_MAX])}, which the code before the "
+                f"step {step}: the updates depend on {named}, which the code before the "
                 f"loop over steps sets ({described(all_places()[:1])}). This process continues the job, has run that "
                 "code again, and has got another value",
                 hint="compute such a variable where the epoch begins (before all epochs: where the job begins) alone, "
@@ -121,8 +122,8 @@ class InputValues:
             log.warning(
                 "holdfast: the updates depend on %s, until now on %s (%s). The session continues with the number of "
                 "the step: a number that the script takes from a checkpoint of its own would count it twice",
-                ", ".join(f"{name} = {here[name]!r}" for name in changed[:VARIABLES_MAX]),
-                ", ".join(f"{name} = {before[name]!r}" for name in changed[:VARIABLES_MAX]),
+                ", ".join(f"{as_written(name)} = {here[name]!r}" for name in changed[:VARIABLES_MAX]),
+                ", ".join(f"{as_written(name)} = {before[name]!r}" for name in changed[:VARIABLES_MAX]),
                 described(all_places()[:1]),
             )
 

@@ -35,8 +35,9 @@ from holdfast.session.variables.data_flow import inputs, names_in, written
 from holdfast.session.variables.deciding_variables import (
     PlacedVariable,
     Places,
+    has_loop_over_steps,
     loops_around,
-    loops_with_bodies,
+    loops_to_steps,
     scope_of,
 )
 from holdfast.session.variables.update_sources import dotted, sources
@@ -78,13 +79,17 @@ def loop_inputs(places: Places) -> tuple[LoopInput, ...]:
 
 
 def unwritten_variables(places: Places) -> tuple[PlacedVariable, ...]:
-    """Return the variables on which an update depends, and which the loop around the update does not write.
+    """Return the variables on which an update depends, and which the loop over steps around it does not write.
+
+    A loop inside of a block (over parts of its batch) does not write what an earlier line of the block does. If no
+    frame has a loop over steps, its outermost loop counts, and that of an outer function first.
 
     Args:
         places: file and line of the stack frames of the update, the innermost frame first.
     """
-    for depth, place in enumerate(places):
-        loops = loops_with_bodies(places[: depth + 1])
+    depths = range(len(places))
+    for depth in [d for d in depths if has_loop_over_steps(places[d])] or reversed(depths):
+        place, loops = places[depth], loops_to_steps(places[: depth + 1])
         names = _names_of_inputs(loops[-1]) if loops else None
         if names is not None:
             return tuple(PlacedVariable(name, place, partly=False) for name in names)

@@ -24,7 +24,7 @@ import numpy as np
 
 from holdfast.core.worker.vote import STEP_MODULUS
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_frames import position_of, values_of
+from holdfast.runtime.worker.script_frames import as_written, position_of, values_of
 from holdfast.session.variables.deciding_variables import VARIABLES_MAX
 from holdfast.session.variables.growing_tables import in_message
 from holdfast.session.variables.unassigned_variables import NotAssigned
@@ -188,4 +188,4 @@ def shown(values: Mapping[str, PlainValue], names: Iterable[str] | None = None) 
         names: the variables to show; None means all.
     """
     chosen = list(values if names is None else names)[:VARIABLES_MAX]
-    return ", ".join(f"{name} = {in_message(values[name])!r}" for name in chosen)
+    return ", ".join(f"{as_written(name)} = {in_message(values[name])!r}" for name in chosen)

@@ -8,9 +8,9 @@ it reports from them covers only its own steps. So that process names them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from holdfast.runtime.worker.script_frames import owners_of
+from holdfast.runtime.worker.script_frames import as_written, owners_of, values_of
 from holdfast.session.variables.called_functions import LOCAL
 from holdfast.session.variables.data_flow import assigned, assigned_value, taken_over, targets, written
 from holdfast.session.variables.deciding_variables import (
@@ -25,7 +25,8 @@ from holdfast.session.variables.update_sources import dotted
 def reported_variables(places: Places) -> tuple[PlacedVariable, ...]:
     """Return the variables that the loops at ``places`` take over from one iteration to the next, for any use.
 
-    Variables that are set from a clock only are left out.
+    Variables that are set from a clock only are left out. A variable without a value counts if it is an attribute of
+    which a loop changes a part: the loop makes it when it needs it first, which no step of this process has done.
 
     Args:
         places: file and line of the stack frames, the innermost frame first.
@@ -34,18 +35,38 @@ def reported_variables(places: Places) -> tuple[PlacedVariable, ...]:
     for depth, place in reversed(list(enumerate(places))):
         # The inner loop over the steps carries the sums of an epoch, which the outermost loop begins again.
         loops = loops_to_steps(places[: depth + 1])
-        names = sorted({name for loop in loops for name in taken_over(loop) - _times(loop)})
-        found.update((PlacedVariable(name, place, partly=False), None) for name in names if LOCAL not in name)
+        names = sorted(
+            {name for loop in loops for name in taken_over(loop) - _times(loop) if LOCAL not in name}
+        )
+        present = values_of([*names, *(name.rpartition(".")[0] for name in names)], place)
+        parts = {name for loop in loops for name in _changed_in_part(loop)}
+        named = (n for n in names if n in present or (n in parts and n.rpartition(".")[0] in present))
+        found.update((PlacedVariable(name, place, partly=False), None) for name in named)
     return tuple(found)
 
 
-def listed(names: Iterable[str]) -> tuple[str, int]:
-    """Return a text with the variables of ``names``, and their number. An object stands for its attributes.
+def _changed_in_part(loop: ast.AST) -> Iterator[str]:
+    """Yield the containers of which ``loop`` writes items, and the variables that it adds to."""
+    for node, _ in assigned(loop):
+        for target in targets(node):
+            item = target
+            while isinstance(item, ast.Subscript):
+                item = item.value
+            if item is not target or isinstance(node, ast.AugAssign):
+                yield dotted(item)
 
-    >>> listed(["losses.sum", "losses.count", "self.count", "best"])
-    ('losses, self.count, best', 3)
+
+def listed(names: Iterable[str]) -> tuple[str, int]:
+    """Return a text with the variables of ``names``, and their number. An object stands for several attributes.
+
+    >>> listed(["losses.sum", "losses.count", "self.count", "model.best"])
+    ('losses, self.count, model.best', 3)
     """
-    shown = dict.fromkeys(next(each for each in (*owners_of(name), name) if each != "self") for name in names)
+    names = list(names)
+    owners = [next(each for each in (*owners_of(name), name) if each != "self") for name in names]
+    single = (owners.count(owner) == 1 and "[" not in name for owner, name in zip(owners, names, strict=True))
+    chosen = (name if alone else owner for owner, name, alone in zip(owners, names, single, strict=True))
+    shown = dict.fromkeys(map(as_written, chosen))
     more = len(shown) - VARIABLES_MAX
     text = ", ".join(list(shown)[:VARIABLES_MAX])
     return (f"{text} and {more} more" if more > 0 else text), len(shown)

@@ -34,7 +34,13 @@ import numpy as np
 from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of
-from holdfast.runtime.worker.script_frames import owners_of, runs_at, values_of, variables_of_script
+from holdfast.runtime.worker.script_frames import (
+    as_written,
+    owners_of,
+    runs_at,
+    values_of,
+    variables_of_script,
+)
 from holdfast.session.variables.cut_changes import CutChange, cut_change
 from holdfast.session.variables.data_flow import remembered_values
 from holdfast.session.variables.deciding_variables import (
@@ -257,8 +263,9 @@ class UpdateVariables:
         found = self._undeclared(reported_variables(places), places)
         values = present_values(found)
         plain = plain_values(values, self._source)
-        shown = (name for name, value in values.items() if name in plain or meter_states(value) is not None)
-        names = [name for name in shown if name not in self._told]
+        meters = {name for name, value in values.items() if meter_states(value) is not None}
+        kept = values.keys() - plain.keys() - meters  # the loop sets these again, or they are state
+        names = [name for name in found if name not in kept | self._told]
         if names:
             self._told.update(names)
             text, number = listed(names)
@@ -421,7 +428,7 @@ class UpdateVariables:
             log.warning(
                 "holdfast: %s %s (%s), and a process that joins or resumes begins with the value of a start: %s",
                 what,
-                ", ".join(new[:VARIABLES_MAX]),
+                ", ".join(map(as_written, new[:VARIABLES_MAX])),
                 described(names[new[0]][1]),
                 hint_for(values[name] for name in new),
             )
@@ -538,7 +545,7 @@ class UpdateVariables:
 
     def names(self) -> str:
         """Return the names of the variables as text; empty if there are none."""
-        return ", ".join(list(self._names)[:VARIABLES_MAX])
+        return ", ".join(map(as_written, list(self._names)[:VARIABLES_MAX]))
 
     def described(self) -> str:
         """Return a text with the variables, their values and places in the script. Changed variables come first."""
