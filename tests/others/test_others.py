@@ -529,8 +529,8 @@ def test_a_schedule_that_the_session_does_not_have_is_refused_at_its_first_move(
     [
         pytest.param("behind", "schedule.count", "0.0", marks=pytest.mark.more),
         pytest.param("average", "momenta", "'a generator that has not begun'", marks=pytest.mark.more),
-        ("closure", "warmup:calls", "0.0"),
-        pytest.param("module", "rates:count", "0.0", marks=pytest.mark.more),
+        ("closure", "calls of warmup()", "0.0"),
+        pytest.param("module", "rates.count", "0.0", marks=pytest.mark.more),
     ],
 )
 def test_an_object_that_a_resumed_job_does_not_have_ends_it_by_name(

@@ -306,7 +306,7 @@ JOB = str(Path(__file__).with_name("alias_job.py"))
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("form", "name"),
-    [("local", "trainer.part.passes"), ("items", "parts:square.passes"), ("settings", "_SETTINGS.passes")],
+    [("local", "trainer.part.passes"), ("items", 'parts["square"].passes'), ("settings", "_SETTINGS.passes")],
 )
 def test_a_count_of_an_object_behind_a_local_name_is_refused(tmp_path: Path, form: str, name: str) -> None:
     """Regression: a replacement began with a count of 0. The job ended with other weights and exit code 0."""

@@ -188,7 +188,7 @@ class Script:
             "playing",
             r"test_block_proof.py:\d+ uses a float32 \[4, 2\] that has other values than in the run before",
         ),
-        ("dividing", r"the run before has changed: average \(was [0-9.]+, then [0-9.]+\)"),
+        ("dividing", r"the run before has changed: self.net.average \(was [0-9.]+, then [0-9.]+\)"),
         ("iterating", r"the run before has changed: .*stream \(drawn from\)"),
         ("scheduling", r"self.warmup.calls \(was 2, then 3\),.*lr of group 0 of optimizer 'default' differ"),
     ],

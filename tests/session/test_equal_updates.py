@@ -843,7 +843,7 @@ def test_an_object_in_a_list_that_a_method_changes_is_found() -> None:
         if sum(each.total for each in meters) < 99:
             rank.checked.steps("d", "")
         meters[number].update(1.0)
-    assert rank.checked.variables.names() == "meters:0.total, meters:1.total, meters"
+    assert rank.checked.variables.names() == "meters[0].total, meters[1].total, meters"
 
 
 def test_a_list_that_each_step_empties_first_is_not_compared() -> None:

@@ -111,6 +111,53 @@ class Reversed(torch.autograd.Function):
     def backward(ctx, gradient):
         return -Reversed.factor * gradient
 """
+DECORATED = """
+def logged(f):
+    def inner(*given, **named):
+        return f(*given, **named)
+    return inner
+class D:
+    m = 0.0
+    @logged
+    def add(self, v, by=1):
+        self.m += v * by
+"""
+EVENTS = """
+class Pool:
+    def submit(self, f, *given):
+        f(*given)
+class Bus:
+    def __init__(self, listeners):
+        self.listeners = listeners
+    def fire(self, event):
+        for each in self.listeners:
+            getattr(each, f"on_{event}")()
+class Listener:
+    m = 0.0
+    def on_step(self):
+        self.m += 1
+    def add(self, v):
+        self.m += v
+    def __enter__(self):
+        return self
+    def __exit__(self, *error):
+        self.m += 1
+"""
+LISTENER = "o = Listener(); bus = Bus([o])"
+VIEWED = """
+class T:
+    dtype = 1
+    def mul_(self, x):
+        return self
+    fill = copyto = mul_
+    def view(self, *sizes):
+        return self
+T.data = property(lambda t: t)
+def copyto(t, x):
+    pass
+def multiply(x, y, out):
+    pass
+"""
 SEEN = "seen['n'] += 1"
 MADE = "meters = Meters(); meters.update(loss=0.0)"
 BY_NAME = "meters.meters['loss'].mean"
@@ -184,6 +231,46 @@ FORMS = {
     "autograd function": Form(
         "Reversed.factor", "Reversed.factor += 0.1", "Reversed.apply(x)", define=REVERSED
     ),
+    "first use after hasattr": Form(
+        "o.p",
+        "if not hasattr(o, 'p'):\n            o.p = 0.0\n        o.p += v",
+        "o.p",
+        "o = O(); o.p = 0.0",
+        OBJECT,
+    ),
+    "getattr with a default": Form(
+        "o.p", "o.p = getattr(o, 'p', 0.0) + v", "getattr(o, 'p', 0.0)", "o = O()", OBJECT
+    ),
+    "name in vars": Form(
+        "o.p",
+        "if 'p' not in vars(o):\n            o.p = 0.0\n        o.p += v",
+        "vars(o).get('p', 1)",
+        "o = O()",
+        OBJECT,
+    ),
+    "update of vars": Form("o.p", "vars(o).update(p=v)", "getattr(o, 'p', 0.0)", "o = O()", OBJECT),
+    "update of __dict__": Form(
+        "o.p", "o.__dict__.update({'p': v})", "getattr(o, 'p', 0.0)", "o = O()", OBJECT
+    ),
+    "get": Form('d["m"]', "d['m'] = d.get('m', 0.0) + v", "d.get('m', 0.0)", "d = {}"),
+    "setdefault": Form("d", "d['m'] = v", "d.setdefault('m', 0.0)", "d = {}"),
+    "update of a dict": Form('d["m"]', "d.update(m=d['m'] + v)", "d.get('m', 0.0)", "d = {'m': 0.0}"),
+    "__setitem__": Form('d["m"]', "d.__setitem__('m', d['m'] + v)", "d['m']", "d = {'m': 0.0}"),
+    "setitem": Form('d["m"]', "operator.setitem(d, 'm', v)", "d['m']", "d = {'m': 0.0}", "import operator"),
+    "rotation": Form("q", "q.rotate(1)", "q[0]", "q = deque([0.0, 1.0])", "from collections import deque"),
+    "order of a list": Form("q", "q.reverse()", "q[0]", "q = [0.0, 1.0]"),
+    "decorated method": Form("d.m", "d.add(v)", "d.m", "d = D()", DECORATED),
+    "decorated method, argument by name": Form("d.m", "d.add(v * 2, by=v + 1)", "d.m", "d = D()", DECORATED),
+    "event": Form("o.m", "bus.fire('step')", "o.m", LISTENER, EVENTS),
+    "map": Form("o.m", "list(map(o.add, [v]))", "o.m", LISTENER, EVENTS),
+    "function that a function calls": Form(
+        "o.m", "pool.submit(o.add, v)", "o.m", f"{LISTENER}; pool = Pool()", EVENTS
+    ),
+    "end of a with statement": Form("o.m", "with o:\n            pass", "o.m", LISTENER, EVENTS),
+    "view of a tensor": Form("m", "m.data.view(-1).mul_(v)", "m", "m = T()", VIEWED),
+    "fill of an array": Form("m", "m.fill(v)", "m", "m = T()", VIEWED),
+    "copy into an array": Form("m", "copyto(m, v)", "m", "m = T()", VIEWED),
+    "output of a function": Form("m", "multiply(m, v, out=m)", "m", "m = T()", VIEWED),
     "generator": Form("cur", "cur = next(g)", "cur", "g = iter(range(9)); cur = 0.0"),
 }
 

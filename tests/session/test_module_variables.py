@@ -30,7 +30,7 @@ def test_an_attribute_that_each_pass_changes_is_refused_by_its_name(
     assert "register_buffer" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize(("form", "name"), [("in_dict", "nets:g"), ("in_list", "models:0")])
+@pytest.mark.parametrize(("form", "name"), [("in_dict", 'nets["g"]'), ("in_list", "models[0]")])
 def test_a_model_in_a_container_of_the_script_is_searched(tmp_path: Path, form: str, name: str) -> None:
     """Regression: a job whose script has its models in a dict or list ended with other weights and exit code 0."""
     done = run_job(tmp_path, 2, JOB, form)

@@ -43,6 +43,7 @@ from holdfast.session.variables.called_functions import (
     chain,
     definition,
     getter_of,
+    has_script_method,
     new_tree_of,
     object_named,
     of_script,
@@ -302,6 +303,19 @@ class _Bodies(ast.NodeTransformer):
         self._reads += found is not None
         return found or node
 
+    def visit_With(self, node: ast.With) -> ast.AST:
+        self.generic_visit(node)
+        for item in node.items:
+            kind = (
+                type(value_at(chain(item.context_expr), self._place)) if chain(item.context_expr) else object
+            )
+            for method, at in (("__enter__", 0), ("__exit__", len(node.body) + 1)):
+                if has_script_method(kind, method):
+                    called = ast.copy_location(ast.Attribute(item.context_expr, method, ast.Load()), node)
+                    call = self.visit(ast.copy_location(ast.Call(called, [], []), node))
+                    node.body.insert(at, ast.copy_location(ast.Expr(call), node))
+        return node
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         call = _as_method(node)
@@ -380,8 +394,15 @@ class _Open(NamedTuple):
 
 
 def _as_method(call: ast.Call) -> ast.Call:
-    """Return ``next(batches)`` as a call of the method behind it, and any other call as it is."""
+    """Return the call behind ``next(batches)``, ``map(f, rows)`` and ``pool.submit(f, x)``, and others as they are.
+
+    The function of ``map`` and ``filter`` gets the containers in the place of their items.
+    """
     match call:
+        case ast.Call(func=ast.Name(id="map" | "filter"), args=[function, *given], keywords=[]):
+            return ast.copy_location(ast.Call(function, given, []), call)
+        case ast.Call(func=ast.Attribute(attr="submit"), args=[function, *given]):
+            return ast.copy_location(ast.Call(function, given, call.keywords), call)
         case ast.Call(func=ast.Name(id="next"), args=[source, *_]) if chain(source):
             method = ast.copy_location(ast.Attribute(source, "__next__", ast.Load()), call)
             return ast.copy_location(ast.Call(method, [], []), call)

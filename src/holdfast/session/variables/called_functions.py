@@ -34,7 +34,7 @@ from holdfast.runtime.worker.script_frames import (
     values_of,
     variable_of,
 )
-from holdfast.session.variables.script_trees import parsed
+from holdfast.session.variables.script_trees import as_attribute, as_constant, parsed
 
 LOCAL = "@"
 """Character in the new name of a local variable of a called function. No variable of a script has it."""
@@ -417,6 +417,10 @@ class CallerNames(ast.NodeTransformer):
         self._same_file = function.__code__.co_filename == file
         self._locals = {*arguments, *stored} - declared
         self._given = dict(arguments_of(call, parameters[len(given) :]))
+        self._passed_on = _PassedOn(definition.args, mark)
+        if not given:
+            without_self = self._owner is not None and not self._self
+            self._given |= self._passed_on.take(call, len(parameters), self._owner if without_self else None)
         self._same: dict[str, ast.expr] = {
             name: value
             for name, value in self._given.items()
@@ -456,6 +460,22 @@ class CallerNames(ast.NodeTransformer):
             self.generic_visit(node)
         return inherited or node
 
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        """Return a formatted text, as a constant if its parts are constants of the caller."""
+        self.generic_visit(node)
+        return as_constant(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Return the call. If it passes on ``*args`` and ``**kwargs`` of the function, it gets their items."""
+        args, keywords = self._passed_on.items_in(node)
+        # The items have the names of the caller already.
+        node.args = [each for each in node.args if each not in args]
+        node.keywords = [each for each in node.keywords if each not in keywords]
+        self.generic_visit(node)
+        node.args += [item for each in args.values() for item in each]
+        node.keywords += [item for each in keywords.values() for item in each]
+        return as_attribute(node)
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return the name or expression that the caller uses for ``node``."""
         if node.id == self._self and self._owner is not None:
@@ -473,6 +493,64 @@ class CallerNames(ast.NodeTransformer):
         if name in self._function.__code__.co_freevars:
             return self._same_file and _sees_callers(self._function)
         return self._same_file or hasattr(builtins, name)
+
+
+class _PassedOn:
+    """The arguments that a function takes as ``*args`` and ``**kwargs``, as the wrapper in a decorator does.
+
+    Args:
+        arguments: the parameters of the function.
+        mark: the suffix for the local names of this call.
+    """
+
+    def __init__(self, arguments: ast.arguments, mark: str) -> None:
+        self._args = "" if arguments.vararg is None else arguments.vararg.arg
+        self._keywords = "" if arguments.kwarg is None else arguments.kwarg.arg
+        self._named = {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        self._mark = mark
+        self._positional: list[ast.expr] = []
+        self._by_name: list[ast.keyword] = []
+
+    def take(self, call: ast.Call, count: int, owner: ast.expr | None) -> dict[str, ast.expr]:
+        """Take the arguments of ``call`` behind the first ``count``. Return those that need a local name, by this name.
+
+        Args:
+            call: the call of the function.
+            count: number of positional parameters.
+            owner: the expression for the ``self`` of the function, if no parameter of its own takes it.
+        """
+        named: dict[str, ast.expr] = {}
+
+        def simple(value: ast.expr, name: str) -> ast.expr:
+            if chain(value) or isinstance(value, ast.Constant):
+                return value
+            named[name] = value
+            return ast.copy_location(ast.Name(f"{name}{self._mark}", ast.Load()), value)
+
+        if self._args and not any(isinstance(each, ast.Starred) for each in call.args):
+            more = [*([owner] if owner is not None else []), *call.args[count:]]
+            self._positional = [simple(value, f"{self._args}{at}") for at, value in enumerate(more)]
+        if self._keywords:
+            self._by_name = [
+                ast.keyword(each.arg, simple(each.value, f"{self._keywords}_{each.arg}"))
+                for each in call.keywords
+                if each.arg and each.arg not in self._named
+            ]
+        return named
+
+    def items_in(
+        self, call: ast.Call
+    ) -> tuple[dict[ast.expr, list[ast.expr]], dict[ast.keyword, list[ast.keyword]]]:
+        """Return the arguments of ``call`` that stand for all of the taken ones, each with these."""
+        args: dict[ast.expr, list[ast.expr]] = {}
+        keywords: dict[ast.keyword, list[ast.keyword]] = {}
+        for each in call.args:
+            if isinstance(each, ast.Starred) and self._positional and chain(each.value) == self._args:
+                args[each] = self._positional
+        for keyword in call.keywords:
+            if keyword.arg is None and self._keywords and chain(keyword.value) == self._keywords:
+                keywords[keyword] = self._by_name
+        return args, keywords
 
 
 def _class_around(function: FunctionType) -> type | None:

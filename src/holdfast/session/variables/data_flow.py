@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,16 +33,47 @@ APPENDS = ("append", "appendleft", "extend", "extendleft")
 """Methods that add their argument to a list or a deque."""
 _FILLS = (*APPENDS, "popleft")
 """Methods that write a list or a deque."""
-_CHANGES = ("update", "setdefault", "clear", "pop", "insert", "remove", "add", "discard")
-"""Methods that write a dict, a list or a set. Other objects also have methods with these names."""
+_CHANGES = (
+    *(
+        "update",
+        "setdefault",
+        "clear",
+        "pop",
+        "popitem",
+        "insert",
+        "remove",
+        "add",
+        "discard",
+        "sort",
+        "reverse",
+    ),
+    *("rotate", "subtract", "move_to_end", "difference_update", "intersection_update"),
+)
+"""Methods that write a dict, a list, a deque or a set. Other objects also have methods with these names."""
+_OF_ARRAYS = ("fill", "sort", "put", "partition", "resize", "itemset")
+"""Methods that write an array of NumPy."""
+_VIEWS = (
+    "detach",
+    "view",
+    "view_as",
+    "flatten",
+    "squeeze",
+    "unsqueeze",
+    "select",
+    "narrow",
+    "transpose",
+    "permute",
+    "t",
+)
+"""Methods that return a tensor with the memory of their object."""
 _CHANGE_ARGUMENT = (
     *("heappush", "heappop", "heapify", "heapreplace", "heappushpop", "shuffle"),
-    *("insort", "insort_left", "insort_right", "next"),
+    *("insort", "insort_left", "insort_right", "next", "copyto", "putmask", "fill_diagonal"),
 )
 """Functions of Python, its standard library and NumPy that change their first argument."""
 _KINDS = ("device", "dtype")
 """Attributes of a batch that are the same in each step."""
-_SETS = ("clear", "copy_", "fill_", "zero_")
+_SETS = ("clear", "copy_", "fill_", "zero_", "fill")
 """Methods after which a container or a tensor has nothing of its earlier content."""
 
 
@@ -803,7 +835,8 @@ def changed_by(call: ast.Call) -> tuple[str, bool] | None:
             function in _CHANGE_ARGUMENT and chain(changed)
         ):
             return chain(changed), False
-    return None
+    given = (each.value for each in call.keywords if each.arg == "out")
+    return next(((name, True) for each in given if _is_tensor(name := chain(each))), None)
 
 
 def _change_of_meter(called: ast.expr) -> tuple[str, bool] | None:
@@ -822,8 +855,15 @@ def _change_of_meter(called: ast.expr) -> tuple[str, bool] | None:
 
 def _owner(node: ast.expr) -> str:
     """Return the variable, attribute or element of which a method is called; empty if the owner is none of these."""
-    if isinstance(node, ast.Subscript):
-        return next((use.name for use in reversed(list(uses(node)))), "")
+    match node:
+        case ast.Subscript():
+            return next((use.name for use in reversed(list(uses(node)))), "")
+        case ast.Attribute(attr="data", value=owner) if _is_tensor(name := _owner(owner)):
+            return name
+        case ast.Call(func=ast.Attribute(attr=method, value=owner)) if method in _VIEWS and _is_tensor(
+            name := _owner(owner)
+        ):
+            return name
     return chain(node)
 
 
@@ -834,9 +874,9 @@ def _changes(name: str, method: str) -> bool:
     """
     if _has_objects_with(value_now(name), method):
         return True
-    if method.endswith("_") and not method.endswith("__"):
-        return _is_tensor(name)
-    return method in _CHANGES and isinstance(value_now(name), dict | list | set)
+    if (method.endswith("_") and not method.endswith("__")) or method in _OF_ARRAYS:
+        return _is_tensor(name) or (method in _CHANGES and isinstance(value_now(name), list))
+    return method in _CHANGES and isinstance(value_now(name), dict | list | set | deque)
 
 
 def _has_objects_with(value: object, method: str) -> bool:
