@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 
 from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.frameworks.torch.steps import undeclared_schedules
 from holdfast.frameworks.torch.steps.undeclared_schedules import UndeclaredSchedules
 
 pytestmark = pytest.mark.torch
@@ -29,6 +33,51 @@ class Loop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of the schedule."""
         self.schedule.load_state_dict(state["schedule"])
+
+
+class Wrapper:
+    """A wrapper of a library around an optimizer, with its state."""
+
+    def __init__(self, optimizer: SGD) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer."""
+        return self.optimizer.state_dict()
+
+
+LIBRARY = """
+class _ParamScheduler:
+    def __init__(self, optimizer):
+        self.optimizer, self.last_step = optimizer, 0
+
+    def step(self):
+        self.last_step += 1
+
+    def state_dict(self):
+        return {key: value for key, value in self.__dict__.items() if key != "optimizer"}
+
+    def load_state_dict(self, state):
+        self.__dict__.update(state)
+
+
+class RateMixin:
+    pass
+
+
+class LinearLR(RateMixin, _ParamScheduler):
+    pass
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module of a library with a schedule that is not derived from torch's (mmengine)."""
+    (tmp_path / "library_of_schedules.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(undeclared_schedules, "LIBRARIES", (str(tmp_path),))
+    yield importlib.import_module("library_of_schedules")
+    sys.modules.pop("library_of_schedules")
 
 
 def made() -> tuple[nn.Module, SGD]:
@@ -92,4 +141,39 @@ def test_a_schedule_that_has_gone_is_not_named() -> None:
     step_of(optimizer)
     schedule.step()
     del schedule
+    assert found.moved() == []
+
+
+@pytest.mark.parametrize("held", ["optimizer", "wrapper", "groups"])
+def test_a_schedule_of_a_library_is_named_from_its_first_move_on(library: Any, held: str) -> None:
+    model, optimizer = made()
+    _, other = made()
+    holds = {"optimizer": optimizer, "wrapper": Wrapper(optimizer), "groups": optimizer.param_groups}[held]
+    schedule, kept, outside = library.LinearLR(holds), library.LinearLR(holds), library.LinearLR(other)
+    found = UndeclaredSchedules(TorchState(model, {"default": optimizer}, schedulers=[kept]))
+    found.search()
+    kept.step()
+    outside.step()
+    assert found.moved() == []
+    schedule.step()
+    assert found.moved() == ["the LinearLR of optimizer 'default'"]
+
+
+def test_a_schedule_of_a_library_that_follows_the_number_of_the_step_is_not_named(library: Any) -> None:
+    model, optimizer = made()
+    schedule = library.LinearLR(optimizer)
+    found = UndeclaredSchedules(TorchState(model, {"default": optimizer}))
+    found.search()
+    schedule.optimizer.param_groups[0]["lr"] = 0.05
+    assert found.moved() == []
+
+
+def test_a_wrapper_of_a_library_around_a_schedule_of_the_session_is_not_named(library: Any) -> None:
+    model, optimizer = made()
+    kept = StepLR(optimizer, 3)
+    wrapper = library.LinearLR(None)  # accelerate's AcceleratedScheduler
+    wrapper.scheduler, wrapper.optimizers = kept, [optimizer]
+    found = UndeclaredSchedules(TorchState(model, {"default": optimizer}, schedulers=kept))
+    found.search()
+    wrapper.step()
     assert found.moved() == []

@@ -107,3 +107,13 @@ def test_a_death_after_an_exit_was_saved_ends_the_run(tmp_path: Path) -> None:
     done, _ = run(tmp_path / "job", "leave")
     assert done.returncode == Exit.REQUEUE, done.stdout
     assert len(events(tmp_path / "job", "generation_started")) == 1, done.stdout
+
+
+@pytest.mark.parametrize("place", ["block", "after"])
+def test_an_exception_that_comes_after_that_of_another_rank_does_not_end_the_epoch(
+    tmp_path: Path, place: str
+) -> None:
+    """The loop is closed before the fault is known, and the session sees the exception after it."""
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("raised_job.py")), place)
+    assert done.returncode == 0, done.stdout
+    assert "rank 0 ends at step 8" in done.stdout, done.stdout

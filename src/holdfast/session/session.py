@@ -44,7 +44,7 @@ from holdfast.runtime.worker.library_mode import join_or_start_agent
 from holdfast.runtime.worker.process_place import seat_here
 from holdfast.runtime.worker.script_frames import place_of_error
 from holdfast.runtime.worker.torchrun_root import note_root
-from holdfast.runtime.worker.user_exception import show, tell, tell_exit
+from holdfast.runtime.worker.user_exception import lost_peer, show, tell, tell_exit
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.checkpoints.checkpointer import Checkpointer
@@ -720,8 +720,8 @@ class Session(ScriptLoops):
         rank.moved(ScriptEvent.STRAYED)
         state = rank.fail()
         broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)
-        if not broken:
-            self._loops.fall()
+        if not broken or not lost_peer(error):
+            self._loops.fall()  # also if a fault of another rank has come between this exception and here
         if self._client is not None and broken:
             what = error.message if isinstance(error, HoldfastError) else str(error)
             log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, what)

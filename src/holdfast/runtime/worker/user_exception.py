@@ -52,7 +52,7 @@ def follows(client: WorkerClient, error: BaseException) -> bool:
 
     If the exception may be such an effect, wait for the fence for at most ``FENCE_WAIT_S`` seconds.
     """
-    if not _lost_peer(error):
+    if not lost_peer(error):
         return False
     deadline_s = time.monotonic() + FENCE_WAIT_S
     while not (client.fenced or client.orphaned) and time.monotonic() < deadline_s:
@@ -71,7 +71,7 @@ def show_following(client: WorkerClient, error: BaseException) -> None:
     _write_error_file(f"{type(error).__name__}: {words_of(error)}", _text(error))
 
 
-def _lost_peer(error: BaseException | None) -> bool:
+def lost_peer(error: BaseException | None) -> bool:
     """Return True if ``error`` or an earlier exception in its chain is a ``FaultError``, or names ``PeerLost``.
 
     torch turns an error in a callback of autograd into an exception that has only the text of the error.

@@ -437,9 +437,12 @@ class Loops:
     def _leave(self, *, certain: bool) -> None:
         """End the open loop, which the script has left by ``break`` or ``return``.
 
-        If ``certain`` is False, an exception may have ended the loop instead. Then do nothing if a fault is known.
+        If ``certain`` is False, an exception may have ended the loop instead. Then do nothing if a fault is known, or
+        if the last block has not committed: a script that continues after such a block is refused.
         """
-        if certain or not (self._adapter.poisoned or self._rank.fenced):
+        given = self._given
+        torn = given is not None and given.entered and not given.committed
+        if certain or not (torn or self._adapter.poisoned or self._rank.fenced):
             self.place["left"] = True
             self._tier.amend(self._rank.step)
             self._end_loop()

@@ -36,7 +36,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.errors import HoldfastError, ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import TRAINED, ProvesBlocks
 from holdfast.runtime.worker.script_attributes import has_static
-from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frame_of_script, place_of, position_of
+from holdfast.runtime.worker.script_frames import (
+    LIBRARIES,
+    OURS,
+    as_written,
+    frame_of_script,
+    place_of,
+    position_of,
+)
 from holdfast.session.steps.undeclared_state import UndeclaredState
 from holdfast.session.variables.unassigned_variables import NotAssigned
 from holdfast.session.variables.update_variables import UpdateVariables
@@ -170,8 +177,9 @@ class Prover:
     def _refuse_set_once(self, step: Step) -> None:
         """Raise ImpureBlockError if the block sets a variable once, from the result of a collective."""
         if names := sorted(name for name, summed in self._deciding.set_once.items() if summed):
+            told = ", ".join(map(as_written, names[:_TOLD_MAX]))
             raise ImpureBlockError(
-                f"step {step.number}: the block sets {', '.join(names[:_TOLD_MAX])} once, from a collective, and its "
+                f"step {step.number}: the block sets {told} once, from a collective, and its "
                 "check, which has no peers, has set it from the data of this rank alone",
                 hint="keep it in a dict in session(state={...}), which a run that does not count leaves as it was; "
                 "session(verify_block=0) leaves out this check",
@@ -345,7 +353,7 @@ class Prover:
 
 def _finds(changed: Sequence[str]) -> str:
     """Return the part of a sentence that names variables whose values differed between the runs of a block."""
-    return f"finds other values of {', '.join(changed[:_TOLD_MAX])}, on which its updates depend"
+    return f"finds other values of {', '.join(map(as_written, changed[:_TOLD_MAX]))}, on which its updates depend"
 
 
 def _hint(changed: Sequence[str]) -> str:
@@ -453,7 +461,7 @@ def _changed(before: _Variables, after: _Variables, deciding: Container[str], of
     # Floats last, as they are mostly times.
     names.sort(key=lambda name: (name not in deciding, isinstance(now[name], float)))
     certain = [name for name in names if name in deciding]
-    told = [f"{name} (was {then[name]}, then {now[name]})" for name in names]
+    told = [f"{as_written(name)} (was {then[name]}, then {now[name]})" for name in names]
     told = [*told[: len(certain)], *of_model, *told[len(certain) :]][:_TOLD_MAX]
     told += [f"{name} (drawn from)" for name in list(after.drawing)[:_TOLD_MAX]]
     return f"it may use what the run before has changed: {', '.join(told)}" if told else ""

@@ -55,6 +55,7 @@ class UndeclaredState:
         self._changed: list[set[str]] = []
         self._counted: list[set[str]] = []
         self._told: set[str] = set()
+        self._renewed: Set[str] | None = None
 
     def look(self, step: int) -> None:
         """Search the script's variables for changed tensors, if a search is due at the start of ``step``.
@@ -72,7 +73,11 @@ class UndeclaredState:
         if number is None:
             return
         self._last = step
-        changed = set(self._finder.changed(variables_of_script(), _renewed()))
+        if self._renewed is None or since == 1:
+            # The first look is ahead of the first update, which makes some variables. Later, a search of the source
+            # would find the same containers again, in seconds for a large script.
+            self._renewed = _renewed()
+        changed = set(self._finder.changed(variables_of_script(), self._renewed))
         self._changed = [*([] if number == 0 else self._changed), changed]
         self._counted = [*([] if number == 0 else self._counted), set(self._finder.counters)]
         if number == LOOKS - 1:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -443,7 +444,7 @@ def _caches(block: ast.AST) -> set[str]:
     found: dict[str, list[_Fill | None]] = {}
     every, stored = list(assigned(block)), written([block])
     for node, tests in every:
-        for name in written(targets(node)):
+        for name in _written_by(node):
             found.setdefault(name, []).append(_fill(name, node, tests, every, stored))
     fills = {name: [each for each in found[name] if each] for name in found if all(found[name])}
     fills = {name: own for name, own in fills.items() if _only_fills_ask(name, block)}
@@ -506,7 +507,7 @@ def _behind(
         if each in behind or not given.isdisjoint(parts) or each.rpartition(".")[2] in _KINDS:
             continue
         behind |= parts
-        sources = [other for other in every if not written(targets(other[0])).isdisjoint(parts)]
+        sources = [other for other in every if not _written_by(other[0]).isdisjoint(parts)]
         if any(guard not in around for _, around in sources) or (not sources and _may_change(parts, stored)):
             return None
         waiting |= names_in(right for other, _ in sources if (right := assigned_value(other)) is not None)
@@ -514,7 +515,13 @@ def _behind(
 
 
 def _written_under(guard: ast.expr, every: Sequence[tuple[Assignment, Sequence[ast.expr]]]) -> set[str]:
-    return {each for other, around in every if guard in around for each in written(targets(other))}
+    return {each for other, around in every if guard in around for each in _written_by(other)}
+
+
+@lru_cache(maxsize=20_000)
+def _written_by(assignment: Assignment) -> frozenset[str]:
+    """Return the names of the variables that an assignment writes. The search asks thousands of times."""
+    return frozenset(written(targets(assignment)))
 
 
 def _made_again(
@@ -540,7 +547,7 @@ def _made_again(
         return set()
     compared = _compared_with(guard.test)
     for node, tests in every:
-        if written(targets(node)).isdisjoint(group):
+        if _written_by(node).isdisjoint(group):
             continue
         value = assigned_value(node)
         whole = all(isinstance(target, ast.Name | ast.Attribute) for target in targets(node))
@@ -548,7 +555,7 @@ def _made_again(
             return set()
         if _behind(value, given, guard.test, every, stored) is None:
             return set()
-        if any(compared[name] != ast.unparse(value) for name in compared.keys() & written(targets(node))):
+        if any(compared[name] != ast.unparse(value) for name in compared.keys() & _written_by(node)):
             return set()
     inside = _first_of(each for statement in guard.body for each in uses(statement))
     own, first = set(uses(guard)), _first_of(uses(block))

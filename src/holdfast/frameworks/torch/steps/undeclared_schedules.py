@@ -5,10 +5,17 @@ or resumes makes it again, at its first position, and then sets other learning r
 but not the position. All ranks of a resumed job begin with the same position, so no comparison of ranks shows the
 difference. So torch's schedules are searched for in the process, and the position of each is compared from step to
 step. A schedule that never moves is harmless.
+
+Libraries have schedules that are no ``LRScheduler`` (mmengine, ignite, pytorch_warmup). Such a class is known by its
+name, and by ``state_dict``; the plain values in that dict are the position. A class of the script is not searched here:
+its source shows what it keeps (``session/variables``).
 """
 
 from __future__ import annotations
 
+import gc
+import re
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,9 +27,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.frameworks.torch.state.wrapper_reset import instances
+from holdfast.runtime.worker.script_attributes import instance_of
+from holdfast.runtime.worker.script_frames import LIBRARIES
 
 DEPTH = 3  # containers and objects between a declared object and a schedule in it
-_Position = tuple[object, object]
+_NAMES = re.compile("schedul|warmup|anneal", re.IGNORECASE)
+_PLAIN = (bool, int, float, str)
+_Position = tuple[object, ...]
 
 
 class UndeclaredSchedules:
@@ -40,7 +51,7 @@ class UndeclaredSchedules:
     def search(self) -> None:
         """Search the process for schedules. Schedules that are known keep their first position."""
         declared = set(_inside([*self._state.schedulers.values(), *self._state.extras.values()]))
-        for schedule in instances("torch.optim.lr_scheduler", "LRScheduler"):
+        for schedule in [*instances("torch.optim.lr_scheduler", "LRScheduler"), *_of_libraries()]:
             name = self._optimizer_of(schedule)
             if name is not None and id(schedule) not in declared:
                 known = self._seen.get(id(schedule))
@@ -57,22 +68,51 @@ class UndeclaredSchedules:
         ]
 
     def _optimizer_of(self, schedule: Any) -> str | None:
-        groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+        """Return the name of the optimizer that a schedule holds, also inside of a library's wrapper or as its groups.
+
+        The result is None if it holds none of the session. A wrapper around a schedule of torch holds none.
+        """
+        holds = [each for each in instance_of(schedule).values() if not isinstance(each, LRScheduler)]
+        ids = {id(each) for each in (*holds, *(instance_of(each).get("optimizer") for each in holds))}
         for name, held in self._state.optimizers.items():
-            if groups is held.optimizer.param_groups:
+            if ids & {id(held.optimizer), id(held.optimizer.param_groups)}:
                 return name
         return None
 
 
 def _position(schedule: Any) -> _Position:
-    return getattr(schedule, "last_epoch", None), getattr(schedule, "_step_count", None)
+    if isinstance(schedule, LRScheduler):
+        return getattr(schedule, "last_epoch", None), getattr(schedule, "_step_count", None)
+    return tuple((key, value) for key, value in schedule.state_dict().items() if type(value) in _PLAIN)
+
+
+def _of_libraries() -> list[Any]:
+    """Return the schedules in the process whose class is neither torch's nor of the script."""
+    classes = _with_subclasses({each for each in _with_subclasses({object}) if _is_schedule(each)})
+    return [item for item in gc.get_referrers(*classes) if type(item) in classes] if classes else []
+
+
+def _with_subclasses(classes: set[type]) -> set[type]:
+    found, rest = set(classes), list(classes)
+    while rest:
+        more: set[type] = set(type.__subclasses__(rest.pop())) - found
+        found |= more
+        rest.extend(more)
+    return found
+
+
+def _is_schedule(kind: type) -> bool:
+    """Return whether a class of a library other than torch is named like a schedule and has a state."""
+    if not _NAMES.search(kind.__name__) or kind.__module__.split(".")[0] in ("torch", "holdfast"):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return file.startswith(LIBRARIES) and callable(getattr(kind, "load_state_dict", None))
 
 
 def _inside(objects: Iterable[object], depth: int = DEPTH) -> Iterator[int]:
-    """Yield the ids of the schedules among ``objects``, and of those in their containers and attributes."""
+    """Yield the ids of ``objects``, and of what is in their containers and attributes."""
     for each in objects:
-        if isinstance(each, LRScheduler):
-            yield id(each)
+        yield id(each)
         if not depth or isinstance(each, torch.Tensor | nn.Module | Optimizer):
             continue
         if isinstance(each, dict):
