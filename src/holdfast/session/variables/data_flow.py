@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
 from holdfast.runtime.worker.script_frames import container_of, owners_of, values_of
@@ -115,7 +115,7 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
     The keys are the names. A value is True if some steps write the variable first (``PlacedVariable.partly``).
     """
     flow = _followed(block, wanted)
-    items = list(_items(block))
+    items = _items_of(block)
     varying = {name for name in flow.written if not _is_own(name)}
     always, first = (_first_uses(items, names, flow.reads) for names in (set[str](), varying))
     # An element may be new in each step, or not there yet, so its container counts as well.
@@ -136,8 +136,8 @@ def carried(block: ast.AST, wanted: Iterable[ast.AST]) -> dict[str, bool]:
 
 def taken_over(block: ast.AST) -> set[str]:
     """Return the variables that an iteration of the loop ``block`` may take over from the one before, for any use."""
-    changed = written([block])
-    first = _first_uses(_items(block), changed)
+    changed = _written_in(block)
+    first = _first_uses(_items_of(block), changed)
     caches = _caches(block)
     return {name for name, writes in first.items() if not writes and name in changed and name not in caches}
 
@@ -164,7 +164,7 @@ def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
     flow = _DataFlow(block)
     for expression in wanted:
         flow.want(expression)
-    left = [(node, tests) for node, tests in assigned(block) if not _fills_cache(node, tests)]
+    left = [(node, tests) for node, tests in _assigned_in(block) if not _fills_cache(node, tests)]
     for call, addition, tests in _appended(block):
         flow.locate(addition, call)
         left.append((addition, tests))
@@ -245,7 +245,7 @@ class _DataFlow:
         self._first: dict[int, set[str]] = {}  # see written_first
         # The parts of the block in which an assignment to a name reaches a wanted expression.
         self._parts: dict[str, set[tuple[float, float]]] = {}
-        self.written = written([block])
+        self.written = _written_in(block)
         self.wanted: set[str] = set()
         # The variables that the wanted expressions read as a whole, and not one of their attributes.
         self._whole: set[str] = set()
@@ -265,7 +265,7 @@ class _DataFlow:
     def written_first(self, loop: ast.AST) -> set[str]:
         """Return the variables that each iteration of ``loop`` writes before reading them or their attributes."""
         if id(loop) not in self._first:
-            uses = _first_uses(_items(loop), self.written)
+            uses = _first_uses(_items_of(loop), self.written)
             read = {each for name, writes in uses.items() if not writes for each in owners_of(name)}
             self._first[id(loop)] = {name for name, writes in uses.items() if writes} - read
         return self._first[id(loop)]
@@ -442,7 +442,7 @@ def _caches(block: ast.AST) -> set[str]:
     empty one makes the same entries again. See :func:`_made_again` for values.
     """
     found: dict[str, list[_Fill | None]] = {}
-    every, stored = list(assigned(block)), written([block])
+    every, stored = _assigned_in(block), _written_in(block)
     for node, tests in every:
         for name in _written_by(node):
             found.setdefault(name, []).append(_fill(name, node, tests, every, stored))
@@ -558,7 +558,7 @@ def _made_again(
         if any(compared[name] != ast.unparse(value) for name in compared.keys() & _written_by(node)):
             return set()
     inside = _first_of(each for statement in guard.body for each in uses(statement))
-    own, first = set(uses(guard)), _first_of(uses(block))
+    own, first = set(uses(guard)), _first_of(_flat(_items_of(block)))
     begins = all(first[name] in own for name in group & first.keys())
     return group if begins and all(inside[name].writes for name in group & inside.keys()) else set()
 
@@ -668,6 +668,21 @@ def targets(node: Assignment) -> Iterable[ast.expr]:
 def uses(node: ast.AST, *, results: bool = False) -> Iterator[VariableUse]:
     """Yield the uses of variables in ``node`` in the order of execution, including both branches of each ``if``."""
     return _flat(_items(node, results=results))
+
+
+def _items_of(block: ast.AST) -> Sequence[_Item]:
+    """Return the uses of variables in ``block``, as ``_items`` does; remembered as the values are."""
+    return _remember("items", block, lambda: tuple(_items(block)))
+
+
+def _written_in(block: ast.AST) -> set[str]:
+    """Return a new set with the names of the variables that ``block`` writes."""
+    return {use.name for use in _flat(_items_of(block)) if use.writes}
+
+
+def _assigned_in(block: ast.AST) -> Sequence[tuple[Assignment, tuple[ast.expr, ...]]]:
+    """Return the assignments in ``block``, as ``assigned`` does; remembered as the values are."""
+    return _remember("assigned", block, lambda: tuple(assigned(block)))
 
 
 def _flat(items: Iterable[_Item]) -> Iterator[VariableUse]:
@@ -784,7 +799,7 @@ def _swept(block: ast.AST) -> set[str]:
     """
     inner = [node.target for node in ast.walk(block) if isinstance(node, ast.For) and node is not block]
     positions, swept, others = written(inner), set[str](), set[str]()
-    for assignment, _ in assigned(block):
+    for assignment, _ in _assigned_in(block):
         for target in targets(assignment):
             match target:
                 case ast.Subscript(value=ast.Subscript() as owner, slice=at):
@@ -915,6 +930,10 @@ def _is_own(name: str) -> bool:
 
 
 _remembered: ContextVar[dict[str, object] | None] = ContextVar("values of variables", default=None)
+_of_blocks: ContextVar[dict[tuple[str, int], tuple[ast.AST, object]] | None] = ContextVar(
+    "what is known about syntax trees", default=None
+)
+_Made = TypeVar("_Made")
 
 
 @contextmanager
@@ -924,11 +943,25 @@ def remembered_values() -> Iterator[None]:
     A search asks for the value of one variable at each of its uses, and each look-up copies the variables of all stack
     frames.
     """
-    token = _remembered.set({})
+    token, token_of_blocks = _remembered.set({}), _of_blocks.set({})
     try:
         yield
     finally:
         _remembered.reset(token)
+        _of_blocks.reset(token_of_blocks)
+
+
+def _remember(what: str, block: ast.AST, made: Callable[[], _Made]) -> _Made:
+    """Return what ``made`` returns for ``block``, from an earlier call inside of :func:`remembered_values` if possible.
+
+    A search asks for the uses in a loop many times, and a loop with bodies has tens of thousands of nodes.
+    """
+    known = _of_blocks.get()
+    if known is None:
+        return made()
+    if (what, id(block)) not in known:
+        known[what, id(block)] = block, made()  # the block, so that no other one gets its id
+    return cast("_Made", known[what, id(block)][1])
 
 
 def value_now(name: str) -> object:

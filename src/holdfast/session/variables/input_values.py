@@ -24,6 +24,7 @@ from holdfast.errors import StepError
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
 from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import as_written, owners_of, values_of
+from holdfast.session.variables.data_flow import remembered_values
 from holdfast.session.variables.deciding_variables import VARIABLES_MAX, PlacedVariable, all_places, described
 from holdfast.session.variables.loop_inputs import InputOrigin, LoopInput, loop_inputs
 from holdfast.session.variables.search_defects import warns_of_defects
@@ -135,10 +136,11 @@ class InputValues:
             return
         found: dict[PlacedVariable, InputOrigin] = {}
         variables: list[PlacedVariable] = []
-        with warns_of_defects(
+        unsearched = (
             "variables that the code before the loop sets are not searched, so one that a new process computes from "
             "other weights is not noticed"
-        ):
+        )
+        with warns_of_defects(unsearched), remembered_values():
             found = {each.variable: each.origin for each in self._inputs()}
             variables = self._variables.without_state(found)
         for each in variables:
