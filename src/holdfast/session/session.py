@@ -720,7 +720,7 @@ class Session(ScriptLoops):
         rank.moved(ScriptEvent.STRAYED)
         state = rank.fail()
         broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)
-        if not broken or not lost_peer(error):
+        if not (broken and lost_peer(error)):
             self._loops.fall()  # also if a fault of another rank has come between this exception and here
         if self._client is not None and broken:
             what = error.message if isinstance(error, HoldfastError) else str(error)

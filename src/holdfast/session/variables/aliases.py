@@ -43,13 +43,13 @@ from holdfast.session.variables.called_functions import (
     SuperMethod,
     called_by,
     callee_of,
-    chain,
     definition,
     getter_of,
     has_script_method,
     of_script,
     value_at,
 )
+from holdfast.session.variables.script_trees import chain
 
 ITEMS_MAX = 8
 _DEPTH_MAX = 6

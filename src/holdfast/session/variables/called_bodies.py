@@ -40,7 +40,6 @@ from holdfast.session.variables.called_functions import (
     CallWithBody,
     called_by,
     callee_of,
-    chain,
     definition,
     getter_of,
     has_script_method,
@@ -53,6 +52,7 @@ from holdfast.session.variables.called_functions import (
     value_at,
 )
 from holdfast.session.variables.hooks import HookSearch, methods_of_function
+from holdfast.session.variables.script_trees import chain
 
 DEPTH_MAX = 3
 BODIES_MAX = 200
@@ -305,16 +305,18 @@ class _Bodies(ast.NodeTransformer):
 
     def visit_With(self, node: ast.With) -> ast.AST:
         self.generic_visit(node)
-        for item in node.items:
-            kind = (
-                type(value_at(chain(item.context_expr), self._place)) if chain(item.context_expr) else object
-            )
-            for method, at in (("__enter__", 0), ("__exit__", len(node.body) + 1)):
-                if has_script_method(kind, method):
-                    called = ast.copy_location(ast.Attribute(item.context_expr, method, ast.Load()), node)
-                    call = self.visit(ast.copy_location(ast.Call(called, [], []), node))
-                    node.body.insert(at, ast.copy_location(ast.Expr(call), node))
+        for name in (item.context_expr for item in reversed(node.items) if chain(item.context_expr)):
+            entered, left = (self._called(name, method, node) for method in ("__enter__", "__exit__"))
+            node.body = [*entered, *node.body, *left]
         return node
+
+    def _called(self, name: ast.expr, method: str, node: ast.With) -> list[ast.stmt]:
+        """Return the call of a method of the object ``name``, if the script defines the method."""
+        if not has_script_method(type(value_at(chain(name), self._place)), method):
+            return []
+        function = ast.copy_location(ast.Attribute(name, method, ast.Load()), node)
+        call = ast.copy_location(ast.Call(function, [], []), node)
+        return [ast.copy_location(ast.Expr(cast("ast.expr", self.visit(call))), node)]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)

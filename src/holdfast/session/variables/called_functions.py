@@ -34,7 +34,7 @@ from holdfast.runtime.worker.script_frames import (
     values_of,
     variable_of,
 )
-from holdfast.session.variables.script_trees import as_attribute, as_constant, parsed
+from holdfast.session.variables.script_trees import as_attribute, as_constant, chain, parsed
 
 LOCAL = "@"
 """Character in the new name of a local variable of a called function. No variable of a script has it."""
@@ -93,17 +93,6 @@ def of_script(file: str) -> bool:
         return bool(file)
     # An environment may take packages from another one, which ``LIBRARIES`` does not have.
     return not file.startswith((OURS, *LIBRARIES, "<")) and not any(part in file for part in _PACKAGES)
-
-
-def chain(node: ast.AST) -> str:
-    """Return a variable or an attribute of one as text (``self.schedule.step``); empty for any other expression."""
-    match node:
-        case ast.Name():
-            return node.id
-        case ast.Attribute():
-            owner = chain(node.value)
-            return f"{owner}.{node.attr}" if owner else ""
-    return ""
 
 
 def new_tree_of(file: str) -> ast.Module:
@@ -422,9 +411,7 @@ class CallerNames(ast.NodeTransformer):
             without_self = self._owner is not None and not self._self
             self._given |= self._passed_on.take(call, len(parameters), self._owner if without_self else None)
         self._same: dict[str, ast.expr] = {
-            name: value
-            for name, value in self._given.items()
-            if (chain(value) or isinstance(value, ast.Constant)) and name not in stored
+            name: value for name, value in self._given.items() if _is_plain(value) and name not in stored
         }
         for name, value in zip(parameters, given, strict=False):
             if name not in stored and instance_of(value):
@@ -467,13 +454,10 @@ class CallerNames(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Return the call. If it passes on ``*args`` and ``**kwargs`` of the function, it gets their items."""
-        args, keywords = self._passed_on.items_in(node)
-        # The items have the names of the caller already.
-        node.args = [each for each in node.args if each not in args]
-        node.keywords = [each for each in node.keywords if each not in keywords]
+        args, keywords = self._passed_on.taken_from(node)
         self.generic_visit(node)
-        node.args += [item for each in args.values() for item in each]
-        node.keywords += [item for each in keywords.values() for item in each]
+        node.args += args  # they have the names of the caller already
+        node.keywords += keywords
         return as_attribute(node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
@@ -522,7 +506,7 @@ class _PassedOn:
         named: dict[str, ast.expr] = {}
 
         def simple(value: ast.expr, name: str) -> ast.expr:
-            if chain(value) or isinstance(value, ast.Constant):
+            if _is_plain(value):
                 return value
             named[name] = value
             return ast.copy_location(ast.Name(f"{name}{self._mark}", ast.Load()), value)
@@ -538,19 +522,24 @@ class _PassedOn:
             ]
         return named
 
-    def items_in(
-        self, call: ast.Call
-    ) -> tuple[dict[ast.expr, list[ast.expr]], dict[ast.keyword, list[ast.keyword]]]:
-        """Return the arguments of ``call`` that stand for all of the taken ones, each with these."""
-        args: dict[ast.expr, list[ast.expr]] = {}
-        keywords: dict[ast.keyword, list[ast.keyword]] = {}
-        for each in call.args:
-            if isinstance(each, ast.Starred) and self._positional and chain(each.value) == self._args:
-                args[each] = self._positional
-        for keyword in call.keywords:
-            if keyword.arg is None and self._keywords and chain(keyword.value) == self._keywords:
-                keywords[keyword] = self._by_name
-        return args, keywords
+    def taken_from(self, call: ast.Call) -> tuple[list[ast.expr], list[ast.keyword]]:
+        """Remove the arguments of ``call`` that pass on all of the taken ones. Return these."""
+        args = [each for each in call.args if self._positional and _is_star_of(each, self._args)]
+        keywords = [
+            each for each in call.keywords if each.arg is None and chain(each.value) == self._keywords != ""
+        ]
+        call.args = [each for each in call.args if each not in args]
+        call.keywords = [each for each in call.keywords if each not in keywords]
+        return (self._positional if args else []), (self._by_name if keywords else [])
+
+
+def _is_plain(argument: ast.expr) -> bool:
+    """Return whether an argument may stand in the place of its parameter: a variable, an attribute or a constant."""
+    return bool(chain(argument)) or isinstance(argument, ast.Constant)
+
+
+def _is_star_of(argument: ast.expr, name: str) -> bool:
+    return isinstance(argument, ast.Starred) and chain(argument.value) == name
 
 
 def _class_around(function: FunctionType) -> type | None:

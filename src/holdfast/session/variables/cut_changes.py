@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from holdfast.runtime.worker.script_frames import values_of
 from holdfast.session.variables.called_bodies import module_with_bodies
-from holdfast.session.variables.called_functions import LOCAL, CallWithBody, chain
+from holdfast.session.variables.called_functions import LOCAL, CallWithBody
 from holdfast.session.variables.data_flow import assigned_value, changed_by, targets, value_now, written
 from holdfast.session.variables.deciding_variables import Places, described, inside_scope, is_over_steps
+from holdfast.session.variables.script_trees import chain
 from holdfast.session.variables.set_once import is_collective
 from holdfast.session.variables.update_sources import changes_in, dotted
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import ast
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple, TypeVar, cast
 
@@ -22,10 +21,10 @@ from holdfast.runtime.worker.script_attributes import has_static, instance_of, s
 from holdfast.runtime.worker.script_frames import container_of, owners_of, values_of
 from holdfast.session.variables.called_functions import (
     CallWithBody,
-    chain,
     has_script_method,
 )
 from holdfast.session.variables.library_meters import RESET, changes_meter
+from holdfast.session.variables.script_trees import chain
 
 Loop = ast.For | ast.While
 Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For
@@ -35,35 +34,25 @@ APPENDS = ("append", "appendleft", "extend", "extendleft")
 _FILLS = (*APPENDS, "popleft")
 """Methods that write a list or a deque."""
 _CHANGES = (
-    *(
-        "update",
-        "setdefault",
-        "clear",
-        "pop",
-        "popitem",
-        "insert",
-        "remove",
-        "add",
-        "discard",
-        "sort",
-        "reverse",
-    ),
-    *("rotate", "subtract", "move_to_end", "difference_update", "intersection_update"),
+    *("update", "setdefault", "clear", "pop", "popitem", "insert", "remove", "add", "discard"),
+    *("sort", "reverse", "rotate", "subtract", "move_to_end", "difference_update", "intersection_update"),
 )
 """Methods that write a dict, a list, a deque or a set. Other objects also have methods with these names."""
 _OF_ARRAYS = ("fill", "sort", "put", "partition", "resize", "itemset")
 """Methods that write an array of NumPy."""
 _VIEWS = (
-    "detach",
-    "view",
-    "view_as",
-    "flatten",
-    "squeeze",
-    "unsqueeze",
-    "select",
-    "narrow",
-    "transpose",
-    "permute",
+    *(
+        "detach",
+        "view",
+        "view_as",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "select",
+        "narrow",
+        "transpose",
+        "permute",
+    ),
     "t",
 )
 """Methods that return a tensor with the memory of their object."""
@@ -164,7 +153,7 @@ def _followed(block: ast.AST, wanted: Iterable[ast.AST]) -> _DataFlow:
     flow = _DataFlow(block)
     for expression in wanted:
         flow.want(expression)
-    left = [(node, tests) for node, tests in _assigned_in(block) if not _fills_cache(node, tests)]
+    left = [(node, tests) for node, tests in assigned(block) if not _fills_cache(node, tests)]
     for call, addition, tests in _appended(block):
         flow.locate(addition, call)
         left.append((addition, tests))
@@ -442,7 +431,7 @@ def _caches(block: ast.AST) -> set[str]:
     empty one makes the same entries again. See :func:`_made_again` for values.
     """
     found: dict[str, list[_Fill | None]] = {}
-    every, stored = _assigned_in(block), _written_in(block)
+    every, stored = assigned(block), _written_in(block)
     for node, tests in every:
         for name in _written_by(node):
             found.setdefault(name, []).append(_fill(name, node, tests, every, stored))
@@ -518,10 +507,9 @@ def _written_under(guard: ast.expr, every: Sequence[tuple[Assignment, Sequence[a
     return {each for other, around in every if guard in around for each in _written_by(other)}
 
 
-@lru_cache(maxsize=20_000)
-def _written_by(assignment: Assignment) -> frozenset[str]:
-    """Return the names of the variables that an assignment writes. The search asks thousands of times."""
-    return frozenset(written(targets(assignment)))
+def _written_by(assignment: Assignment) -> Set[str]:
+    """Return the names of the variables that an assignment writes."""
+    return _remember("written", assignment, lambda: written(targets(assignment)))
 
 
 def _made_again(
@@ -628,11 +616,13 @@ def written(nodes: Iterable[ast.AST]) -> set[str]:
     return {use.name for node in nodes for use in uses(node) if use.writes}
 
 
-def assigned(block: ast.AST) -> Iterator[tuple[Assignment, tuple[ast.expr, ...]]]:
-    """Yield the assignments in ``block``. Each comes with the conditions around it, the outermost condition first."""
-    for node, tests in _conditioned(block):
-        if isinstance(node, Assignment):
-            yield node, tests
+def assigned(block: ast.AST) -> Sequence[tuple[Assignment, tuple[ast.expr, ...]]]:
+    """Return the assignments in ``block``. Each comes with the conditions around it, the outermost condition first."""
+    return _remember(
+        "assigned",
+        block,
+        lambda: tuple((node, tests) for node, tests in _conditioned(block) if isinstance(node, Assignment)),
+    )
 
 
 def resets(block: ast.AST) -> Iterator[tuple[str, tuple[ast.expr, ...]]]:
@@ -671,18 +661,13 @@ def uses(node: ast.AST, *, results: bool = False) -> Iterator[VariableUse]:
 
 
 def _items_of(block: ast.AST) -> Sequence[_Item]:
-    """Return the uses of variables in ``block``, as ``_items`` does; remembered as the values are."""
+    """Return the uses of variables in ``block``, as ``_items`` yields them."""
     return _remember("items", block, lambda: tuple(_items(block)))
 
 
 def _written_in(block: ast.AST) -> set[str]:
     """Return a new set with the names of the variables that ``block`` writes."""
     return {use.name for use in _flat(_items_of(block)) if use.writes}
-
-
-def _assigned_in(block: ast.AST) -> Sequence[tuple[Assignment, tuple[ast.expr, ...]]]:
-    """Return the assignments in ``block``, as ``assigned`` does; remembered as the values are."""
-    return _remember("assigned", block, lambda: tuple(assigned(block)))
 
 
 def _flat(items: Iterable[_Item]) -> Iterator[VariableUse]:
@@ -799,7 +784,7 @@ def _swept(block: ast.AST) -> set[str]:
     """
     inner = [node.target for node in ast.walk(block) if isinstance(node, ast.For) and node is not block]
     positions, swept, others = written(inner), set[str](), set[str]()
-    for assignment, _ in _assigned_in(block):
+    for assignment, _ in assigned(block):
         for target in targets(assignment):
             match target:
                 case ast.Subscript(value=ast.Subscript() as owner, slice=at):
@@ -929,46 +914,34 @@ def _is_own(name: str) -> bool:
     return attribute == "own" and type(value_now(owner)).__module__.startswith("holdfast.")
 
 
-_remembered: ContextVar[dict[str, object] | None] = ContextVar("values of variables", default=None)
-_of_blocks: ContextVar[dict[tuple[str, int], tuple[ast.AST, object]] | None] = ContextVar(
-    "what is known about syntax trees", default=None
-)
+_remembered: ContextVar[dict[tuple[str, Hashable], object] | None] = ContextVar("known facts", default=None)
 _Made = TypeVar("_Made")
 
 
 @contextmanager
 def remembered_values() -> Iterator[None]:
-    """Let :func:`value_now` look up each variable once. No code of the script may run in this context.
+    """Look up each variable, and walk each loop, only once. No code of the script may run in this context.
 
     A search asks for the value of one variable at each of its uses, and each look-up copies the variables of all stack
-    frames.
+    frames. It asks for the uses in a loop many times, and a loop with bodies has tens of thousands of nodes.
     """
-    token, token_of_blocks = _remembered.set({}), _of_blocks.set({})
+    token = _remembered.set({})
     try:
         yield
     finally:
         _remembered.reset(token)
-        _of_blocks.reset(token_of_blocks)
 
 
-def _remember(what: str, block: ast.AST, made: Callable[[], _Made]) -> _Made:
-    """Return what ``made`` returns for ``block``, from an earlier call inside of :func:`remembered_values` if possible.
-
-    A search asks for the uses in a loop many times, and a loop with bodies has tens of thousands of nodes.
-    """
-    known = _of_blocks.get()
+def _remember(what: str, of: Hashable, made: Callable[[], _Made]) -> _Made:
+    """Return the result of ``made``, of the first call with ``what`` and ``of`` in :func:`remembered_values`."""
+    known = _remembered.get()
     if known is None:
         return made()
-    if (what, id(block)) not in known:
-        known[what, id(block)] = block, made()  # the block, so that no other one gets its id
-    return cast("_Made", known[what, id(block)][1])
+    if (what, of) not in known:
+        known[what, of] = made()
+    return cast("_Made", known[what, of])
 
 
 def value_now(name: str) -> object:
     """Return the present value of a variable in the stack frames of the script; None if it has no value."""
-    known = _remembered.get()
-    if known is None:
-        return values_of([name]).get(name)
-    if name not in known:
-        known[name] = values_of([name]).get(name)
-    return known[name]
+    return _remember("value", name, lambda: values_of([name]).get(name))

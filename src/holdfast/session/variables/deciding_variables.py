@@ -29,7 +29,6 @@ from holdfast.session.variables.called_bodies import with_bodies
 from holdfast.session.variables.called_functions import (
     LOCAL,
     CallWithBody,
-    chain,
     of_script,
     tree_of,
 )
@@ -49,6 +48,7 @@ from holdfast.session.variables.data_flow import (
     written,
     written_first,
 )
+from holdfast.session.variables.script_trees import chain
 from holdfast.session.variables.update_sources import changed, dotted, sources
 
 Places = tuple[tuple[str, int], ...]

@@ -31,10 +31,10 @@ from holdfast.runtime.worker.script_frames import owners_of
 from holdfast.session.variables.called_functions import (
     LOCAL,
     CallWithBody,
-    chain,
 )
 from holdfast.session.variables.data_flow import assigned, names_in, targets, uses, written
 from holdfast.session.variables.deciding_variables import Places, outermost_loop
+from holdfast.session.variables.script_trees import chain
 from holdfast.session.variables.set_once import is_collective
 from holdfast.session.variables.update_sources import sources
 from holdfast.text import plural

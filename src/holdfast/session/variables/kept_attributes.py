@@ -25,10 +25,10 @@ from holdfast.runtime.worker.script_attributes import instance_of, static_of
 from holdfast.session.variables.aliases import first_items
 from holdfast.session.variables.called_bodies import DEPTH_MAX
 from holdfast.session.variables.called_functions import (
-    chain,
     definition,
     of_script,
 )
+from holdfast.session.variables.script_trees import chain
 
 ITEMS_MAX = 1000
 _WHOLE = ("__dict__", "__getstate__")

@@ -33,7 +33,6 @@ from holdfast.session.variables.called_functions import (
     EXTRA,
     LOCAL,
     NamedModule,
-    chain,
     counted_as_script,
     has_script_method,
     is_of_library,
@@ -44,6 +43,7 @@ from holdfast.session.variables.data_flow import carried
 from holdfast.session.variables.deciding_variables import PlacedVariable, Places, outermost_loop
 from holdfast.session.variables.growing_tables import GrowingTables, growing_in
 from holdfast.session.variables.kept_attributes import KeptAttributes, kept_by
+from holdfast.session.variables.script_trees import chain
 
 MODULES_MAX = 20_000
 CLASSES_MAX = 50

@@ -8,6 +8,7 @@ it reports from them covers only its own steps. So that process names them.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from holdfast.runtime.worker.script_frames import as_written, owners_of, values_of
@@ -62,10 +63,9 @@ def listed(names: Iterable[str]) -> tuple[str, int]:
     >>> listed(["losses.sum", "losses.count", "self.count", "model.best"])
     ('losses, self.count, model.best', 3)
     """
-    names = list(names)
-    owners = [next(each for each in (*owners_of(name), name) if each != "self") for name in names]
-    single = (owners.count(owner) == 1 and "[" not in name for owner, name in zip(owners, names, strict=True))
-    chosen = (name if alone else owner for owner, name, alone in zip(owners, names, single, strict=True))
+    owners = {name: next(each for each in (*owners_of(name), name) if each != "self") for name in names}
+    count = Counter(owners.values())
+    chosen = (name if count[owner] == 1 and "[" not in name else owner for name, owner in owners.items())
     shown = dict.fromkeys(map(as_written, chosen))
     more = len(shown) - VARIABLES_MAX
     text = ", ".join(list(shown)[:VARIABLES_MAX])

@@ -25,26 +25,30 @@ def parsed(text: str) -> ast.Module:
 
 
 class _Attributes(ast.NodeTransformer):
-    """The transformer that puts an attribute in the place of each call or element that stands for one."""
+    """The transformer that puts attributes and items in the place of the calls that stand for them.
+
+    The parts of a node are transformed before the node.
+    """
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.AST]:
+        self.generic_visit(node)
         match node.value:
             case ast.Call(
                 func=ast.Name(id="setattr"), args=[owner, ast.Constant(value=str(name)), value], keywords=[]
             ):
-                return self._set(owner, name, value, node)
+                return _assigned(_attribute(owner, name, node, ast.Store()), value, node)
             case ast.Call(
                 func=ast.Name(id="delattr"), args=[owner, ast.Constant(value=str(name))], keywords=[]
             ):
-                target = ast.copy_location(ast.Attribute(owner, name, ast.Del()), node.value)
-                return self.generic_visit(ast.copy_location(ast.Delete([target]), node))
-            case ast.Call(
-                func=ast.Attribute(attr="update", value=ast.Call(func=ast.Name(id="vars"), args=[owner]))
-                | ast.Attribute(attr="update", value=ast.Attribute(attr="__dict__", value=owner)),
-                args=given,
-                keywords=keywords,
-            ) if pairs := _pairs(given, keywords):
-                return [self._set(owner, name, value, node) for name, value in pairs]
+                return ast.copy_location(ast.Delete([_attribute(owner, name, node, ast.Del())]), node)
+            case ast.Call(func=ast.Attribute(attr="update", value=space), args=given, keywords=keywords) if (
+                held := _owner_of(space)
+            ) and (pairs := _pairs(given, keywords)):
+                owners = (copy.deepcopy(held) for _ in pairs)
+                return [
+                    _assigned(_attribute(one, name, node, ast.Store()), value, node)
+                    for one, (name, value) in zip(owners, pairs, strict=True)
+                ]
             case (
                 ast.Call(func=ast.Attribute(attr="__setitem__", value=owner), args=[key, value], keywords=[])
                 | ast.Call(
@@ -53,98 +57,104 @@ class _Attributes(ast.NodeTransformer):
                     keywords=[],
                 )
             ):
-                item = ast.copy_location(ast.Subscript(owner, key, ast.Store()), node.value)
-                return self.generic_visit(ast.copy_location(ast.Assign([item], value), node))
-        return self.generic_visit(node)
+                return _assigned(ast.copy_location(ast.Subscript(owner, key, ast.Store()), node), value, node)
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        found: ast.expr = node
+        self.generic_visit(node)
         match node:
-            case ast.Call(
-                func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name))], keywords=[]
-            ):
-                found = _attribute(owner, name, node)
             case ast.Call(
                 func=ast.Name(id="hasattr"), args=[owner, ast.Constant(value=str(name))], keywords=[]
             ):
-                found = _exists(owner, name, node)
-            case (
-                ast.Call(
-                    func=ast.Name(id="getattr"),
-                    args=[owner, ast.Constant(value=str(name)), value],
-                    keywords=[],
-                )
-                | ast.Call(
-                    func=ast.Attribute(
-                        attr="get",
-                        value=ast.Call(func=ast.Name(id="vars"), args=[owner], keywords=[])
-                        | ast.Attribute(attr="__dict__", value=owner),
-                    ),
-                    args=[ast.Constant(value=str(name)), value],
-                    keywords=[],
-                )
+                return _compared(_attribute(owner, name, node), ast.IsNot(), node)
+            case ast.Call(
+                func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), value], keywords=[]
             ):
-                found = _attribute(owner, name, node)
-                if not (isinstance(value, ast.Constant) and value.value is None):
-                    found = ast.copy_location(ast.IfExp(_exists(owner, name, node), found, value), node)
+                return _or_default(owner, name, value, node)
+            case ast.Call(
+                func=ast.Attribute(attr="get", value=space),
+                args=[ast.Constant(value=str(name)), value],
+                keywords=[],
+            ) if held := _owner_of(space):
+                return _or_default(held, name, value, node)
             case ast.Call(
                 func=ast.Attribute(attr="get", value=owner),
                 args=[ast.Constant(value=str()) as key, *_],
                 keywords=[],
-            ) if _is_variable(owner):
+            ) if chain(owner):
                 item = ast.copy_location(ast.Subscript(copy.deepcopy(owner), key, ast.Load()), node)
-                found = ast.copy_location(ast.BoolOp(ast.Or(), [item, node]), node)
-                self.generic_visit(node)
-                self.generic_visit(item)
-                return found
-        return self.generic_visit(found)
+                return ast.copy_location(ast.BoolOp(ast.Or(), [item, node]), node)
+        return as_attribute(node)
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        found: ast.expr = node
+        self.generic_visit(node)
         match node:
             case ast.Compare(
                 left=ast.Constant(value=str(name)),
                 ops=[ast.In() | ast.NotIn() as operator],
-                comparators=[
-                    ast.Call(func=ast.Name(id="vars"), args=[owner], keywords=[])
-                    | ast.Attribute(attr="__dict__", value=owner)
-                ],
-            ):
-                found = _exists(owner, name, node)
-                if isinstance(operator, ast.NotIn):
-                    found = ast.copy_location(ast.Compare(found.left, [ast.Is()], found.comparators), node)
-        return self.generic_visit(found)
+                comparators=[space],
+            ) if owner := _owner_of(space):
+                found = ast.IsNot() if isinstance(operator, ast.In) else ast.Is()
+                return _compared(_attribute(owner, name, node), found, node)
+        return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)
         match node:
             case ast.UnaryOp(
                 op=ast.Not(),
-                operand=ast.Compare(left=left, ops=[ast.IsNot()], comparators=[ast.Constant() as none]),
+                operand=ast.Compare(left=left, ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]),
             ):
-                return ast.copy_location(ast.Compare(left, [ast.Is()], [none]), node)
+                return _compared(left, ast.Is(), node)
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        match node.value:
-            case ast.Call(func=ast.Name(id="type"), args=[owner], keywords=[]):
-                node.value = ast.copy_location(ast.Attribute(owner, "__class__", ast.Load()), node.value)
-        return self.generic_visit(node)
+        self.generic_visit(node)
+        return _attribute(node.value, node.attr, node, node.ctx)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
         match node:
-            case ast.Subscript(
-                value=ast.Call(func=ast.Name(id="vars"), args=[owner], keywords=[])
-                | ast.Attribute(attr="__dict__", value=owner),
-                slice=ast.Constant(value=str(name)),
-            ):
-                return self.generic_visit(ast.copy_location(ast.Attribute(owner, name, node.ctx), node))
-        return self.generic_visit(node)
+            case ast.Subscript(value=space, slice=ast.Constant(value=str(name))) if owner := _owner_of(space):
+                return _attribute(owner, name, node, node.ctx)
+        return node
 
-    def _set(self, owner: ast.expr, name: str, value: ast.expr, node: ast.Expr) -> ast.AST:
-        """Return the assignment of an attribute that stands for the statement ``node``."""
-        target = ast.copy_location(ast.Attribute(copy.deepcopy(owner), name, ast.Store()), node.value)
-        return self.generic_visit(ast.copy_location(ast.Assign([target], value), node))
+
+def chain(node: ast.AST) -> str:
+    """Return a variable or an attribute of one as text (``self.schedule.step``); empty for any other expression."""
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            owner = chain(node.value)
+            return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def as_attribute(node: ast.Call) -> ast.expr:
+    """Return ``getattr(o, "m")`` as ``o.m``, and any other call as it is."""
+    match node:
+        case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name))], keywords=[]):
+            return _attribute(owner, name, node)
+    return node
+
+
+def as_constant(node: ast.JoinedStr) -> ast.expr:
+    """Return a formatted text (``f"on_{event}"``) as a constant, if its parts are constants."""
+    parts = [each.value if isinstance(each, ast.FormattedValue) else each for each in node.values]
+    texts = [each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return ast.copy_location(ast.Constant("".join(texts)), node) if len(texts) == len(parts) else node
+
+
+def _owner_of(space: ast.expr) -> ast.expr | None:
+    """Return ``o`` if ``space`` is ``vars(o)`` or ``o.__dict__``; None for any other expression."""
+    match space:
+        case (
+            ast.Call(func=ast.Name(id="vars"), args=[owner], keywords=[])
+            | ast.Attribute(attr="__dict__", value=owner)
+        ):
+            return owner
+    return None
 
 
 def _pairs(given: list[ast.expr], keywords: list[ast.keyword]) -> list[tuple[str, ast.expr]]:
@@ -159,34 +169,31 @@ def _pairs(given: list[ast.expr], keywords: list[ast.keyword]) -> list[tuple[str
     return named if len(named) == len(found) else []
 
 
-def _is_variable(node: ast.expr) -> bool:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, ast.Name)
+def _attribute(
+    owner: ast.expr, name: str, node: ast.AST, context: ast.expr_context | None = None
+) -> ast.Attribute:
+    """Return ``owner.name`` at the place of ``node``. Without ``context``, it is a read."""
+    match owner:
+        case ast.Call(func=ast.Name(id="type"), args=[instance], keywords=[]):
+            owner = ast.copy_location(ast.Attribute(instance, "__class__", ast.Load()), owner)
+    return ast.copy_location(ast.Attribute(owner, name, context or ast.Load()), node)
 
 
-def _attribute(owner: ast.expr, name: str, node: ast.AST) -> ast.Attribute:
-    return ast.copy_location(ast.Attribute(owner, name, ast.Load()), node)
+def _assigned(target: ast.expr, value: ast.expr, node: ast.AST) -> ast.AST:
+    return ast.copy_location(ast.Assign([target], value), node)
 
 
-def _exists(owner: ast.expr, name: str, node: ast.AST) -> ast.Compare:
-    """Return ``owner.name is not None``."""
+def _compared(left: ast.expr, operator: ast.cmpop, node: ast.AST) -> ast.Compare:
+    """Return the comparison of ``left`` with None."""
     none = ast.copy_location(ast.Constant(None), node)
+    return ast.copy_location(ast.Compare(left, [operator], [none]), node)
+
+
+def _or_default(owner: ast.expr, name: str, value: ast.expr, node: ast.AST) -> ast.expr:
+    """Return ``owner.name if owner.name is not None else value``."""
+    found = _attribute(owner, name, node)
+    if isinstance(value, ast.Constant) and value.value is None:
+        return found
     # A search may rename the variables in a tree in place, so no node may be there twice.
-    attribute = _attribute(copy.deepcopy(owner), name, node)
-    return ast.copy_location(ast.Compare(attribute, [ast.IsNot()], [none]), node)
-
-
-def as_attribute(node: ast.Call) -> ast.expr:
-    """Return ``getattr(o, "m")`` as ``o.m``, where the name has become a constant: an argument of a function."""
-    match node:
-        case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name))], keywords=[]):
-            return _attribute(owner, name, node)
-    return node
-
-
-def as_constant(node: ast.JoinedStr) -> ast.expr:
-    """Return a formatted text (``f"on_{event}"``) as a constant, if its parts are constants."""
-    parts = [each.value if isinstance(each, ast.FormattedValue) else each for each in node.values]
-    texts = [each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-    return ast.copy_location(ast.Constant("".join(texts)), node) if len(texts) == len(parts) else node
+    exists = _compared(copy.deepcopy(found), ast.IsNot(), node)
+    return ast.copy_location(ast.IfExp(exists, found, value), node)

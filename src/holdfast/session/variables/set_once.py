@@ -29,7 +29,6 @@ from functools import cache
 from holdfast.runtime.worker.script_frames import owners_of
 from holdfast.session.variables.called_functions import (
     CallWithBody,
-    chain,
 )
 from holdfast.session.variables.data_flow import (
     Assignment,
@@ -40,6 +39,7 @@ from holdfast.session.variables.data_flow import (
     written,
 )
 from holdfast.session.variables.deciding_variables import Places, block_at, outermost_loop
+from holdfast.session.variables.script_trees import chain
 
 _COLLECTIVE = re.compile(r"(all_(reduce|gather|to_all)\w*|reduce_scatter\w*|broadcast(_object_list)?)$")
 _OUTPUTS = ("tensor", "tensor_list", "output", "output_tensor", "object_list", "output_tensor_list")

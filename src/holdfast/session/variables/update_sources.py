@@ -18,10 +18,10 @@ from typing import NamedTuple
 from holdfast.runtime.worker.script_frames import owners_of
 from holdfast.session.variables.called_functions import (
     CallWithBody,
-    chain,
     is_of_library,
 )
 from holdfast.session.variables.data_flow import assigned, assigned_value, targets, uses, value_now, written
+from holdfast.session.variables.script_trees import chain
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 _CLIPS = re.compile(r"(^|[._])clip_grad")

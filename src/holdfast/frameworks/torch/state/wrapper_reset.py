@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -158,13 +158,23 @@ def instances(module: str, kind: str) -> list[Any]:
 
     It finds objects that no caller passes to Holdfast, such as pipeline schedules.
     """
-    if module not in sys.modules:
-        return []
-    classes = {getattr(sys.modules[module], kind)}
-    while more := {derived for each in classes for derived in each.__subclasses__()} - classes:
-        classes |= more
+    return instances_of({getattr(sys.modules[module], kind)}) if module in sys.modules else []
+
+
+def instances_of(classes: Set[type]) -> list[Any]:
+    """Return all living objects of ``classes`` and of their subclasses."""
+    found = with_subclasses(classes)
     # An object refers to its class. Not isinstance(): it reads __class__, which some objects answer with code.
-    return [item for item in gc.get_referrers(*classes) if type(item) in classes]
+    return [item for item in gc.get_referrers(*found) if type(item) in found] if found else []
+
+
+def with_subclasses(classes: Set[type]) -> set[type]:
+    """Return ``classes`` and all of their subclasses."""
+    found, new = set(classes), set(classes)
+    while new:
+        new = set[type]().union(*map(type.__subclasses__, new)) - found
+        found |= new
+    return found
 
 
 def rehearsals_needed(model: nn.Module) -> bool:

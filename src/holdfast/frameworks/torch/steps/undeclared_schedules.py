@@ -13,7 +13,6 @@ its source shows what it keeps (``session/variables``).
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 import weakref
@@ -26,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.frameworks.torch.state.state import TorchState
-from holdfast.frameworks.torch.state.wrapper_reset import instances
+from holdfast.frameworks.torch.state.wrapper_reset import instances, instances_of, with_subclasses
 from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import LIBRARIES
 
@@ -88,17 +87,7 @@ def _position(schedule: Any) -> _Position:
 
 def _of_libraries() -> list[Any]:
     """Return the schedules in the process whose class is neither torch's nor of the script."""
-    classes = _with_subclasses({each for each in _with_subclasses({object}) if _is_schedule(each)})
-    return [item for item in gc.get_referrers(*classes) if type(item) in classes] if classes else []
-
-
-def _with_subclasses(classes: set[type]) -> set[type]:
-    found, rest = set(classes), list(classes)
-    while rest:
-        more: set[type] = set(type.__subclasses__(rest.pop())) - found
-        found |= more
-        rest.extend(more)
-    return found
+    return instances_of({each for each in with_subclasses({object}) if _is_schedule(each)})
 
 
 def _is_schedule(kind: type) -> bool:
