@@ -5,6 +5,9 @@
 - ``raise``: every rank raises at step 5, once;
 - ``always``: the same in every life;
 - ``check``: every rank raises after the block of step 5, and after each later block, in every life;
+- ``exit``, ``exit-after``: every rank calls ``sys.exit(3)`` in the block of step 5, or after it, once;
+- ``exit-always``: the same in the block in every life, as many scripts do for a loss that is not finite;
+- ``caught``: as ``metric``, in a script that catches the exception of the collective and calls ``sys.exit(3)``;
 - ``metric``: rank 1 is killed while the others are in a collective between two steps;
 - ``spoil``: before the last step the checkpoint directory becomes a file, so no save can succeed;
 - ``leave``: the job is asked to exit; when all is saved, rank 1 is killed in the code after its loop.
@@ -16,7 +19,9 @@ import argparse
 import json
 import os
 import signal
+import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -78,6 +83,12 @@ def main() -> None:
                     # also if the fence of the other ranks came first: then this rank runs the step again
                     first = False
                     raise ValueError(f"nan in rank {rank}")
+                if step.number == AT and (given.what == "exit-always" or (given.what == "exit" and first)):
+                    mark.touch()
+                    meet()
+                    first = False
+                    print(f"the loss of rank {rank} is not finite, stopping training", flush=True)
+                    sys.exit(3)
                 if step.number == STEPS - 1 and given.what == "spoil" and rank == 0 and place.is_dir():
                     place.rename("ckpt-before")
                     place.write_text("in the way")
@@ -85,12 +96,22 @@ def main() -> None:
                 optimizer.zero_grad()
             if given.what == "check" and step.committed and step.number >= AT:
                 raise ValueError(f"after step {step.number} the loss of rank {rank} is {loss.item()}")
-            if given.what == "metric":
+            if given.what == "exit-after" and step.number == AT and first:
+                mark.touch()
+                meet()
+                sys.exit(3)
+            if given.what in ("metric", "caught"):
                 if step.number == AT and rank == 1 and first:
                     mark.touch()
                     time.sleep(0.3)
                     os.kill(os.getpid(), signal.SIGKILL)
-                dist.all_reduce(loss.detach().clone())
+                try:
+                    dist.all_reduce(loss.detach().clone())
+                except Exception:
+                    if given.what == "metric":
+                        raise
+                    traceback.print_exc()
+                    sys.exit(3)
             if given.what == "leave" and step.number == AT and rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             if given.what == "leave":

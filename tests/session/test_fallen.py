@@ -57,6 +57,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]
         pytest.param("raise", "ddp", marks=pytest.mark.more),
         pytest.param("raise", "hsdp", marks=pytest.mark.more),
         ("metric", "hsdp"),
+        ("exit", "ddp"),
+        ("exit-after", "ddp"),
+        pytest.param("exit", "hsdp", marks=pytest.mark.more),
+        ("caught", "ddp"),
     ],
 )
 def test_no_step_is_lost_and_the_bits_stay(
@@ -76,6 +80,14 @@ def test_an_exception_in_every_life_ends_the_run_and_is_named(tmp_path: Path) ->
     assert len(actions) == 2 and actions[1] == "stop_user_bug", done.stdout
     left = [found.step for found in Root(tmp_path / "job" / "ckpt").list()]
     assert left == [5], "what was done before is saved, and counts as the one that is kept"
+
+
+def test_an_exit_of_all_ranks_in_every_life_saves_the_last_step_and_ends_the_run(tmp_path: Path) -> None:
+    done, _ = run(tmp_path / "job", "exit-always")
+    assert done.returncode == Exit.FAILED, done.stdout
+    assert "the same exception at step 5 twice: SystemExit: exit code 3 inside the block" in done.stdout
+    assert "next: read why the script ended itself: holdfast logs" in done.stdout
+    assert [found.step for found in Root(tmp_path / "job" / "ckpt").list()] == [5], done.stdout
 
 
 def test_an_exception_between_two_steps_that_comes_back_ends_the_run(tmp_path: Path) -> None:

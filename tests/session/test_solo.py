@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -649,6 +650,24 @@ def test_an_exception_after_a_run_that_does_not_count_says_so(where: str) -> Non
     assert [("step 0 had a run that does not count" in note) for note in notes] == [True] * (
         where in ("helper", "loop")
     )
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_exit_with_a_code_saves_the_last_committed_step(tmp_path: Path, inside: bool) -> None:
+    """A script may call ``sys.exit(1)`` for a loss that is not finite, before it commits a wrong update."""
+    job = Job()
+    with pytest.raises(SystemExit) as left, job.session(checkpoint=tmp_path) as s:
+        for step in s.steps(job.loader, until=9):
+            with step as batch:
+                if step.number == 4 and inside:
+                    sys.exit(1)
+                job.update(batch)
+            if step.number == 3 and not inside:
+                sys.exit(1)
+    assert left.value.code == 1
+    after = Job()
+    assert after.train(9, checkpoint=tmp_path) == [4, 5, 6, 7, 8]
+    assert same(after, bare(9))
 
 
 def test_an_exception_after_a_loop_without_a_step_in_this_process_says_so(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from holdfast.runtime.worker.library_mode import join_or_start_agent
 from holdfast.runtime.worker.process_place import seat_here
 from holdfast.runtime.worker.script_frames import place_of_error
 from holdfast.runtime.worker.torchrun_root import note_root
-from holdfast.runtime.worker.user_exception import lost_peer, show, tell, tell_exit
+from holdfast.runtime.worker.user_exception import lost_peer, show, tell, words_of_exit
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.checkpoints.checkpointer import Checkpointer
@@ -693,10 +693,8 @@ class Session(ScriptLoops):
                     self._fall(late)
                     raise
                 self._tier.close()
-            elif isinstance(error, Exception):
+            elif isinstance(error, Exception | SystemExit):
                 self._fall(error)
-            elif isinstance(error, SystemExit) and self._client is not None and self._rank.state != "ready":
-                tell_exit(self._client, error, self._rank.step)
         finally:
             if self._watch is not None:  # still None if a called spare has failed in the `try` above
                 self._watch.stop()
@@ -711,8 +709,12 @@ class Session(ScriptLoops):
         """Return whether ``error`` ends the training normally, as ``sys.exit(0)`` between two steps does."""
         return isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.state == "ready"
 
-    def _fall(self, error: Exception) -> None:
-        """After an exception of the script, preserve the state of the last committed step if possible."""
+    def _fall(self, error: Exception | SystemExit) -> None:
+        """After an exception of the script, preserve the state of the last committed step if possible.
+
+        ``sys.exit()`` counts as an exception if it does not end the training normally: many scripts call it on all
+        ranks for a loss that is not finite.
+        """
         rank = self._rank
         self._loops.explain(error)
         if self._loops.after_block:
@@ -731,16 +733,21 @@ class Session(ScriptLoops):
         elif state != "torn":
             self._saver.rescue(state == "aborted")
 
-    def _stay(self, client: WorkerClient, error: Exception) -> None:
+    def _stay(self, client: WorkerClient, error: Exception | SystemExit) -> None:
         """Keep this process alive after its script has raised ``error``, until no other rank needs its state."""
+        rank = self._rank
+        between = rank.state == "ready"
 
         def leave(order: Leave) -> None:
             show(error)
             leave_process(order.code)
 
         client.on(Leave, leave)
-        tell(client, error, stays=True, between=self._rank.state == "ready")
-        self._rank.await_word(STAY_S)
+        what = ""
+        if isinstance(error, SystemExit):
+            what = words_of_exit(error, f"{'before' if between else 'inside'} the block of step {rank.step}")
+        tell(client, error, what, stays=True, between=between)
+        rank.await_word(STAY_S)
 
     def _finish(self) -> None:
         """Save the final state and wait until all ranks have finished. After a recovery, do both again."""

@@ -413,6 +413,8 @@ class RunLauncher:
         if code is Exit.FAILED and fault is not None and fault.what.startswith(SystemExit.__name__):
             if not view.session:
                 return f"read why the script ended itself before it trained: holdfast logs {self._name()}"
+            if " exit code 0 " not in fault.what:
+                return f"read why the script ended itself: holdfast logs {self._name()}"
             return (
                 f"find its sys.exit(): all ranks have to leave at the same step; holdfast logs {self._name()}"
             )

@@ -36,7 +36,7 @@ from holdfast.runtime.node.rundir import RunDir, environment_path, open_log
 from holdfast.runtime.node.stack_texts import stacks_path
 from holdfast.runtime.node.status_page import Page
 from holdfast.runtime.worker.script_end import leaves_sessions
-from holdfast.runtime.worker.user_exception import follows, show, show_following, tell
+from holdfast.runtime.worker.user_exception import exit_code, follows, show, show_following, tell
 from holdfast.runtime.worker.worker_client import JobSaves, WorkerClient
 
 LEFT_CODES = frozenset({Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED})
@@ -159,7 +159,8 @@ def main() -> int:
         with leaves_sessions():
             run_script(settings)
     except SystemExit as error:
-        code = _exit_code(error)
+        show(error)
+        code = exit_code(error)
         if code != Exit.OK and not (code in LEFT_CODES and client.page.state()[1] is Phase.FINISHED):
             # A script that exits on its own (for a wrong argument) will do so again. Report it like an exception.
             tell(client, error, f"exit code {code}")
@@ -188,13 +189,6 @@ def _set_title(settings: RunSettings, rank: int | None) -> None:
 def _set_path(first: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = first
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    sys.stderr.write(f"{error.code}\n")
-    return int(Exit.FAILED)
 
 
 def _report(client: WorkerClient, error: BaseException) -> int:

@@ -24,6 +24,7 @@ import msgspec
 
 from holdfast.core.protocol.messages import TEXT_SIZE_MAX, WorkerFailed
 from holdfast.errors import FaultError, StoreError, UserError
+from holdfast.exit_codes import Exit
 from holdfast.runtime.node.rundir import write_private
 from holdfast.runtime.node.traceback_folding import is_own_mistake, without_own_frames
 from holdfast.runtime.worker.worker_client import WorkerClient
@@ -36,7 +37,14 @@ NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def show(error: BaseException) -> None:
-    """Print the traceback, with frames of Holdfast folded, and write the error file that elastic launchers read."""
+    """Print the traceback, with frames of Holdfast folded, and write the error file that elastic launchers read.
+
+    Of a ``SystemExit`` print what Python prints: its text, if it has one.
+    """
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int | None):
+            sys.stderr.write(f"{error.code}\n")
+        return
     printed = io.StringIO()
     with contextlib.redirect_stderr(
         printed
@@ -115,17 +123,16 @@ def tell(
     return user_error
 
 
-def tell_exit(client: WorkerClient, error: SystemExit, step: int) -> None:
-    """Report that the script leaves the block of ``step`` by ``sys.exit()``, even with code 0.
+def exit_code(error: SystemExit) -> int:
+    """Return the exit code of ``sys.exit()``: 0 without an argument, 1 for a text, as in Python."""
+    return (error.code or 0) if isinstance(error.code, int | None) else int(Exit.FAILED)
 
-    Without the report the other ranks would wait for this rank. A fenced rank reports nothing.
-    """
-    if client.fenced:
-        return
+
+def words_of_exit(error: SystemExit, where: str) -> str:
+    """Return the report of a call of ``sys.exit()``: its exit code, ``where``, and its line in the script."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    tell(client, error, f"exit code {code} inside the block of step {step}{place}")
+    return f"exit code {exit_code(error)} {where}{place}"
 
 
 def digest(error: BaseException) -> str:

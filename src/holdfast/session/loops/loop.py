@@ -511,7 +511,7 @@ class Loops:
             return False
         return self._rank.script.position is ScriptPosition.AFTER_BLOCK or (raised and left is given)
 
-    def explain(self, error: Exception) -> None:
+    def explain(self, error: Exception | SystemExit) -> None:
         """Add a note to an exception that the script has raised between two blocks, if the session may be its cause.
 
         The note says that the last run of a block was not committed, or that this process has skipped the last loop.

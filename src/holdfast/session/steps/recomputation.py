@@ -105,7 +105,7 @@ class Recomputation:
 
     def excuses(self, error: BaseException) -> bool:
         """Return whether ``error`` came in a check run, which lacks data of peers. If so, drop that run's result."""
-        if self._running is None or not isinstance(error, Exception):
+        if self._running is None or not isinstance(error, Exception | SystemExit):
             return False
         log.debug("holdfast: the block of another rank cannot be run here: %s", error)
         self._ran[self._running[0]], self._running = None, None

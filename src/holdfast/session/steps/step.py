@@ -641,7 +641,9 @@ class StepRunner:
             return True
         if self._rank.client is None:  # there is no controller that could order a retry
             return False
-        if not isinstance(error, Exception):
+        if not isinstance(
+            error, Exception | SystemExit
+        ):  # a script may catch the exception of a fault, and exit
             return False
         return self._adapter.poisoned or self._rank.fenced or self._adapter.is_fault(error)
 
