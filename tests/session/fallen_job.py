@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,34 @@ def meet() -> None:
     """
     while len(list(Path().glob("struck-*"))) < dist.get_world_size():
         time.sleep(0.001)
+
+
+def fail(words: str, *, exits: bool) -> NoReturn:
+    """Raise an exception, or print the words and leave the script as scripts do for a loss that is not finite."""
+    if not exits:
+        raise ValueError(words)
+    print(words, flush=True)
+    sys.exit(3)
+
+
+def reduce(loss: torch.Tensor, *, catches: bool) -> None:
+    """Sum a copy of the loss over all ranks. With ``catches``, leave the script if the collective raises."""
+    try:
+        dist.all_reduce(loss.detach().clone())
+    except Exception:
+        if not catches:
+            raise
+        traceback.print_exc()
+        sys.exit(3)
+
+
+def digest_of(net: nn.Module) -> str:
+    """Return a digest of the weights that this rank holds."""
+    total = xxhash.xxh3_128()
+    for parameter in net.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        total.update(local.detach().numpy().tobytes())
+    return total.hexdigest()
 
 
 def main() -> None:
@@ -77,18 +106,14 @@ def main() -> None:
                 x, y = data[step.number]
                 loss = ((model(x) - y) ** 2).mean()
                 loss.backward()
-                if step.number == AT and (given.what == "always" or (given.what == "raise" and first)):
+                if step.number == AT and (
+                    given.what.endswith("always") or (given.what in ("raise", "exit") and first)
+                ):
                     mark.touch()
                     meet()
                     # also if the fence of the other ranks came first: then this rank runs the step again
                     first = False
-                    raise ValueError(f"nan in rank {rank}")
-                if step.number == AT and (given.what == "exit-always" or (given.what == "exit" and first)):
-                    mark.touch()
-                    meet()
-                    first = False
-                    print(f"the loss of rank {rank} is not finite, stopping training", flush=True)
-                    sys.exit(3)
+                    fail(f"nan in rank {rank}", exits=given.what.startswith("exit"))
                 if step.number == STEPS - 1 and given.what == "spoil" and rank == 0 and place.is_dir():
                     place.rename("ckpt-before")
                     place.write_text("in the way")
@@ -99,19 +124,13 @@ def main() -> None:
             if given.what == "exit-after" and step.number == AT and first:
                 mark.touch()
                 meet()
-                sys.exit(3)
+                fail("after the block", exits=True)
             if given.what in ("metric", "caught"):
                 if step.number == AT and rank == 1 and first:
                     mark.touch()
                     time.sleep(0.3)
                     os.kill(os.getpid(), signal.SIGKILL)
-                try:
-                    dist.all_reduce(loss.detach().clone())
-                except Exception:
-                    if given.what == "metric":
-                        raise
-                    traceback.print_exc()
-                    sys.exit(3)
+                reduce(loss, catches=given.what == "caught")
             if given.what == "leave" and step.number == AT and rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             if given.what == "leave":
@@ -121,12 +140,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if given.what == "leave":
             time.sleep(0.5)
-    total = xxhash.xxh3_128()
-    for parameter in net.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        total.update(local.detach().numpy().tobytes())
     given.result.mkdir(exist_ok=True)
-    (given.result / f"rank-{rank}.json").write_text(json.dumps({"digest": total.hexdigest()}))
+    (given.result / f"rank-{rank}.json").write_text(json.dumps({"digest": digest_of(net)}))
     dist.destroy_process_group()
 
 
