@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.frameworks.torch.state.state import TorchState
-from holdfast.frameworks.torch.state.wrapper_reset import instances, instances_of, with_subclasses
+from holdfast.frameworks.torch.state.wrapper_reset import instances_of
 from holdfast.runtime.worker.script_attributes import instance_of
 from holdfast.runtime.worker.script_frames import LIBRARIES
 
@@ -46,11 +46,16 @@ class UndeclaredSchedules:
         self._state = state
         # By id of the schedule: weak reference, name of its optimizer, and position at the last comparison.
         self._seen: dict[int, tuple[weakref.ref[Any], str, _Position]] = {}
+        self._modules: set[str] = set()  # the modules that were searched for classes of schedules
+        self._kinds: set[type] = {LRScheduler}
 
     def search(self) -> None:
         """Search the process for schedules. Schedules that are known keep their first position."""
         declared = set(_inside([*self._state.schedulers.values(), *self._state.extras.values()]))
-        for schedule in [*instances("torch.optim.lr_scheduler", "LRScheduler"), *_of_libraries()]:
+        new = sys.modules.keys() - self._modules
+        self._modules |= new
+        self._kinds |= {kind for name in new for kind in _kinds_in(name)}
+        for schedule in instances_of(self._kinds):
             name = self._optimizer_of(schedule)
             if name is not None and id(schedule) not in declared:
                 known = self._seen.get(id(schedule))
@@ -85,17 +90,24 @@ def _position(schedule: Any) -> _Position:
     return tuple((key, value) for key, value in schedule.state_dict().items() if type(value) in _PLAIN)
 
 
-def _of_libraries() -> list[Any]:
-    """Return the schedules in the process whose class is neither torch's nor of the script."""
-    return instances_of({each for each in with_subclasses({object}) if _is_schedule(each)})
-
-
-def _is_schedule(kind: type) -> bool:
-    """Return whether a class of a library other than torch is named like a schedule and has a state."""
-    if not _NAMES.search(kind.__name__) or kind.__module__.split(".")[0] in ("torch", "holdfast"):
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return file.startswith(LIBRARIES) and callable(getattr(kind, "load_state_dict", None))
+def _kinds_in(name: str) -> list[type]:
+    """Return the classes with a state, named like a schedule, in a module of a library other than torch."""
+    variables = instance_of(sys.modules.get(name))  # not getattr(): a lazy module answers it with an import
+    file = variables.get("__file__")
+    if (
+        not isinstance(file, str)
+        or not file.startswith(LIBRARIES)
+        or name.startswith(("torch.", "holdfast."))
+    ):
+        return []
+    return [
+        each
+        for each in list(variables.values())
+        if isinstance(each, type)
+        and _NAMES.search(each.__name__)
+        and not each.__module__.startswith("torch.")
+        and callable(getattr(each, "load_state_dict", None))
+    ]
 
 
 def _inside(objects: Iterable[object], depth: int = DEPTH) -> Iterator[int]:
