@@ -1,13 +1,19 @@
-"""Tensors that the script changes in a form that the search of the source does not find."""
+"""Tensors and numbers that the script changes in a form that the search of the source does not find."""
 
 from __future__ import annotations
 
+import linecache
+import re
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from holdfast.errors import StepError
 from holdfast.exit_codes import Exit
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.state.content_digest import digest_of_content
@@ -184,13 +190,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from tests.others.beat import beat
+class Knob:
+    w = 1.0
 def main():
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     bank, scale = torch.zeros(3, 4), torch.ones(4)
-    rows = list(torch.zeros(3, 4))
+    rows, knob = list(torch.zeros(3, 4)), Knob()
     with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
         for step in s.steps(until=10):
             with step:
@@ -198,7 +206,7 @@ def main():
                 out = model(torch.full((2, 4), s.step + 1.0) * scale)
                 weight = sum(row.sum().item() for row in rows) + bank.sum().item()
                 optimizer.zero_grad()
-                (out.square().sum() * (1 + 1e-3 * weight)).backward()
+                (out.square().sum() * (knob.w + 1e-3 * weight)).backward()
                 optimizer.step()
             if s.step % 4 == 3:
                 {change}
@@ -213,6 +221,7 @@ main()
     [
         ("bank", "row = bank[s.step % 3]; row.mul_(0.9).add_(out.detach().mean(0))"),
         ("rows", "torch._foreach_add_(rows, out.detach().mean())"),
+        ("knob.w", "Knob.w *= 0.9"),
     ],
 )
 def test_a_process_that_has_the_first_content_again_is_refused(
@@ -227,3 +236,125 @@ def test_a_process_that_has_the_first_content_again_is_refused(
     done = run_job(tmp_path, 2, "--root", "killed", "train.py")
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     assert f"the updates depend on {name} = " in done.stdout, done.stdout
+
+
+class Number(NamedTuple):
+    """A form in which a number changes that the search of the source does not find.
+
+    Attributes:
+        change: the statement that changes it.
+        define: functions and classes.
+        init: the statement that makes it.
+        read: the expression that reads it.
+    """
+
+    change: str
+    define: str = "class C:\n    w = 1.0"
+    init: str = "o = C()"
+    read: str = "o.w"
+
+
+COOLED = "class C:\n    w = 1.0\n    def cool(self, x=0.9):\n        self.w *= x\n        return x"
+NUMBERS = {
+    "class": Number("C.w *= 0.9"),
+    "class method": Number(
+        "o.cool()", "class C:\n    w = 1.0\n    @classmethod\n    def cool(cls):\n        cls.w *= 0.9"
+    ),
+    "class of self": Number(
+        "o.cool()", "class C:\n    w = 1.0\n    def cool(self):\n        type(self).w *= 0.9"
+    ),
+    "shared attributes": Number(
+        "p.w *= 0.9",
+        "class C:\n    shared = {'w': 1.0}\n    def __init__(self):\n        self.__dict__ = self.shared",
+        "o, p = C(), C()",
+    ),
+    "name in a variable": Number("setattr(o, name, getattr(o, name) * 0.9)", init="o, name = C(), 'w'"),
+    "method in a variable": Number("getattr(o, name)()", COOLED, "o, name = C(), 'cool'"),
+    "key of a sort": Number("sorted([0.9], key=o.cool)", COOLED),
+    "thread": Number("t = threading.Thread(target=o.cool); t.start(); t.join()", COOLED),
+    "partial": Number("cool()", COOLED, "o = C()\n    cool = functools.partial(C.cool, o, 0.9)"),
+    "partial method": Number("o.colder()", f"{COOLED}\n    colder = functools.partialmethod(cool, 0.9)"),
+    "coroutine": Number(
+        "asyncio.run(o.cool())", "class C:\n    w = 1.0\n    async def cool(self):\n        self.w *= 0.9"
+    ),
+    "deep": Number("a(o)", "\n".join((
+        COOLED, *(f"def {one}(o):\n    {two}(o)" for one, two in ("ab", "bc", "cd", "de")), "def e(o):\n    o.cool()",
+    ))),
+    "item": Number(
+        "p.w *= 0.9",
+        "class C(dict):\n    __getattr__ = dict.__getitem__\n    __setattr__ = dict.__setitem__",
+        "p = C(w=1.0)",
+        'p["w"]',
+    ),
+    "own operator": Number(
+        "o << 0.9", "class C:\n    w = 1.0\n    def __lshift__(self, x):\n        self.w *= x"
+    ),
+}  # fmt: skip
+
+NUMBER_SCRIPT = """
+import asyncio, functools, threading
+import torch
+import holdfast
+{define}
+class Settings:
+    scale, name = 2.0, "sgd"
+    @property
+    def half(self):
+        return self.scale / 2
+def main():
+    torch.manual_seed(0)
+    model, settings = torch.nn.Linear(4, 4), Settings()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    {init}
+    with holdfast.session(model=model, optimizer=optimizer, checkpoint={place!r}) as s:
+        for step in s.steps(until={until}):
+            with step:
+                out = model(torch.full((2, 4), s.step + 1.0)).square().sum()
+                optimizer.zero_grad()
+                (out * {read} * settings.scale * settings.half).backward()
+                optimizer.step()
+            if step.number >= 2:
+                {change}
+main()
+"""
+
+
+def trained(where: Path, text: str) -> None:
+    """Run the script ``text`` in this process."""
+    (file := where / "numbers.py").write_text(text)
+    linecache.checkcache()
+    module = types.ModuleType("numbers_of_script")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # as the main module of a script
+    try:
+        exec(compile(text, str(file), "exec"), vars(module))
+    finally:
+        del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_the_source_never_seems_to_change_is_watched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Regression: a resumed process began with the first value: other weights, exit code 0, and no word."""
+    form, place = NUMBERS[name], str(tmp_path / "ckpt")
+    trained(tmp_path, NUMBER_SCRIPT.format(**form._asdict(), place=place, until=6))
+    (said,) = [each for each in caplog.messages if "the updates depend on" in each]
+    assert f"the updates depend on {form.read} (numbers.py:" in said
+    with pytest.raises(StepError, match=rf"depend on {re.escape(form.read)} = 1\.0, as at the first step"):
+        trained(tmp_path, NUMBER_SCRIPT.format(**form._asdict(), place=place, until=9))
+
+
+def test_a_number_that_each_epoch_sets_is_not_watched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The code around the loop runs again in a process that continues, so such a number needs no word."""
+    form = Number("pass", read="o.w * o.v")
+    text = NUMBER_SCRIPT.replace(
+        "        for step in s.steps(until={until}):",
+        "        for epoch in s.epochs(3):\n"
+        "          o.v = 0.5 ** (epoch % 2)\n"
+        "          for step in s.steps([0] * 3):",
+    )
+    trained(tmp_path, text.format(**form._asdict(), place=str(tmp_path / "ckpt")))
+    assert not [each for each in caplog.messages if "depend on" in each], caplog.messages

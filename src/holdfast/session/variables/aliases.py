@@ -183,7 +183,7 @@ class Aliases:
         if not all(each.is_item for each in self._definitions[name]):
             return []
         found = [one for each in self._definitions[name] for one in self._of_definition(each, 0)]
-        whole = 1 < len(found) < ITEMS_MAX and all(_is_of_script(type(self._value(one))) for one in found)
+        whole = 1 < len(found) < ITEMS_MAX and all(is_of_script(type(self._value(one))) for one in found)
         return [self._replacing(one) for one in found] if whole else []
 
     def _replacing(self, name: ast.expr) -> ast.expr:
@@ -602,7 +602,7 @@ def _returns(function: ast.AST) -> Iterator[ast.Return]:
             yield from _returns(child)
 
 
-def _is_of_script(kind: type) -> bool:
+def is_of_script(kind: type) -> bool:
     """Return whether a class belongs to the script."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return isinstance(file, str) and of_script(file)

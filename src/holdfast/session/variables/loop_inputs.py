@@ -96,6 +96,17 @@ def unwritten_variables(places: Places) -> tuple[PlacedVariable, ...]:
     return ()
 
 
+def is_set_before_session(name: str, place: tuple[str, int], places: Places) -> bool:
+    """Return whether only code before the session seems to set a variable of :func:`unwritten_variables`.
+
+    Args:
+        name, place: name of the variable, and place of its stack frame.
+        places: as given to that function.
+    """
+    inside = _inside_session(places[places.index(place) :])
+    return _origin(name, inside) is InputOrigin.SETTING
+
+
 def _names_of_inputs(loop: ast.AST) -> list[str] | None:
     """Return the names on which the updates in ``loop`` depend, and which it does not write; None without updates."""
     found = sources(loop, frozenset())

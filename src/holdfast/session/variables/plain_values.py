@@ -28,7 +28,7 @@ from holdfast.runtime.worker.script_frames import as_written, position_of, value
 from holdfast.session.variables.deciding_variables import VARIABLES_MAX
 from holdfast.session.variables.growing_tables import in_message
 from holdfast.session.variables.unassigned_variables import NotAssigned
-from holdfast.session.variables.variable_history import ZEROS, Names, PlainValue
+from holdfast.session.variables.variable_history import NUMBER, ZEROS, Names, PlainValue
 
 TEXT_LENGTH_MAX = 200
 TEXT_LENGTH_SHOWN = 60
@@ -188,4 +188,9 @@ def shown(values: Mapping[str, PlainValue], names: Iterable[str] | None = None) 
         names: the variables to show; None means all.
     """
     chosen = list(values if names is None else names)[:VARIABLES_MAX]
-    return ", ".join(f"{as_written(name)} = {in_message(values[name])!r}" for name in chosen)
+    return ", ".join(f"{as_written(name)} = {_shown(values[name])}" for name in chosen)
+
+
+def _shown(value: PlainValue) -> str:
+    is_number = isinstance(value, str) and value.startswith(NUMBER)
+    return str(value).removeprefix(NUMBER) if is_number else repr(in_message(value))

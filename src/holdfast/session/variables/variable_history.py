@@ -35,6 +35,8 @@ from holdfast.session.variables.growing_tables import TABLE, agree
 PlainValue = bool | int | float | str
 Names = Mapping[str, tuple[tuple[str, int], Places]]
 """Each variable with the place of its function, and with the places from the update out to the loop."""
+NUMBER = "the value "
+"""The begin of the text for a number or a text that the source never seems to change, and that has changed."""
 ZEROS = "of zeros"
 """The end of the text for an array or tensor that has only zeros."""
 

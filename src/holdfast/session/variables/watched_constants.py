@@ -1,4 +1,4 @@
-"""Tensors and containers that the source never seems to change, and on which the updates depend.
+"""Tensors, containers and numbers that the source never seems to change, and on which the updates depend.
 
 Theory. The search of the source finds a change by its form: an assignment, ``x.add_(y)``, ``x[i] = y``. It does not
 find a change through a view (``row = bank[i]; row.add_(x)``), through a function that returns its argument, or by
@@ -6,6 +6,10 @@ find a change through a view (``row = bank[i]; row.add_(x)``), through a functio
 watched while the script runs. A tensor counts its changes in place, also those through its views, so a look costs a
 comparison of numbers. A digest tells whether the content is another one. Writes through ``tensor.data`` or a NumPy
 array with the same memory are not counted. So some looks also read one small constant, in turn.
+
+A number of the script is watched if it is an attribute of an object or class of the script, or an item of a dict, and
+if only code before the session seems to set it. So a change by ``C.n += 1`` (read as ``c.n``), by a thread, by
+``setattr(o, name, y)`` or in a function that was not inlined is found, whatever its form.
 
 A constant stays out of the history of the variables until it has changed. From then on it is one of the variables on
 which the updates depend, with the content of the first look as its first value.
@@ -24,11 +28,14 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from holdfast.frameworks.common.optional_abilities import CountsChanges, DescribesUpdates
-from holdfast.runtime.worker.script_attributes import has_static
+from holdfast.runtime.worker.script_attributes import has_static, static_of
+from holdfast.runtime.worker.script_frames import owners_of, values_of
+from holdfast.session.variables.aliases import is_of_script
 from holdfast.session.variables.deciding_variables import Places
 from holdfast.session.variables.look_schedule import is_first_look
+from holdfast.session.variables.loop_inputs import is_set_before_session
 from holdfast.session.variables.plain_values import present_values
-from holdfast.session.variables.variable_history import Names, PlainValue
+from holdfast.session.variables.variable_history import NUMBER, Names, PlainValue
 
 CONTENT = "a value with checksum "
 """The begin of the text for the content of a constant that has changed."""
@@ -76,11 +83,18 @@ class WatchedConstants:
         self._looks = 0
 
     def watch(self, names: Names) -> None:
-        """Watch those of the variables ``names`` whose values can change in place. Read them for the first time."""
+        """Watch those of the variables ``names`` that are numbers of the script, or whose values can change in place.
+
+        Read them for the first time.
+        """
         if self._source is None:
             return
         for name, value in present_values(names).items():
-            if _can_change(value) and (text := self._text(name, value, fresh=True)) is not None:
+            if isinstance(value, PlainValue):
+                if (read := _reader(name, names[name])) is not None:
+                    self._names[name], self._held[name] = names[name], read
+                    self._first[name] = _text_of_number(value)
+            elif _can_change(value) and (text := self._text(name, value, fresh=True)) is not None:
                 self._names[name], self._first[name] = names[name], text
                 is_container = isinstance(value, _CONTAINERS)
                 self._held[name] = partial(_same, value) if is_container else weakref.ref(value)
@@ -97,7 +111,9 @@ class WatchedConstants:
         turn = names[number // READ_EVERY % len(names)] if by_name else ""
         # To find a variable by its name takes longer than to compare its count.
         values = present_values(watched) if by_name else {name: self._held[name]() for name in names}
-        values = {name: value for name, value in values.items() if value is not None}  # the tensor was freed
+        values = {
+            name: value for name, value in values.items() if value is not None
+        }  # the tensor or owner was freed
         found: dict[str, tuple[tuple[str, int], Places]] = {}
         for name, value in values.items():
             text = self._text(name, value, fresh=due or (name == turn and _is_small(value)))
@@ -120,7 +136,10 @@ class WatchedConstants:
         found: dict[str, PlainValue] = {}
         for name, value in values.items():
             seen = self._seen.get(name)
-            text = self._text(name, value, fresh=True) if fresh or seen is None else seen.text
+            if fresh or seen is None or isinstance(value, PlainValue):
+                text = self._text(name, value, fresh=True)
+            else:
+                text = seen.text
             if text is not None:
                 found[name] = text
         return found
@@ -128,10 +147,14 @@ class WatchedConstants:
     def stand_at(self, newest: Mapping[str, PlainValue]) -> None:
         """Take over which constants have changed, from the newest values of the loaded state."""
         self.changed = {
-            name for name, text in newest.items() if isinstance(text, str) and text.startswith(CONTENT)
+            name
+            for name, text in newest.items()
+            if isinstance(text, str) and text.startswith((CONTENT, NUMBER))
         }
 
     def _text(self, name: str, value: object, *, fresh: bool) -> str | None:
+        if isinstance(value, PlainValue):
+            return _text_of_number(value)
         counts = self._counts(value)
         seen = self._seen.get(name)
         if seen is not None and not fresh and (counts == seen.counts or seen.vain >= VAIN_MAX):
@@ -165,6 +188,41 @@ class WatchedConstants:
 
 def _same(value: object) -> object:
     return value
+
+
+def _text_of_number(value: PlainValue) -> str:
+    return f"{NUMBER}{value!r}"
+
+
+def _reader(name: str, at: tuple[tuple[str, int], Places]) -> Callable[[], object] | None:
+    """Return a function that reads a number of the script: an attribute or an item of a dict, by its present owner.
+
+    The result is None if the number is no such value, if code computes it, or if code after the begin of the session
+    may set it.
+    """
+    place, places = at
+    owners = owners_of(name)
+    owner = values_of(owners[-1:], place).get(owners[-1]) if owners else None
+    part = name.removeprefix(owners[-1]) if owners else ""
+    if isinstance(owner, dict):
+        read: Callable[[], object] = partial(owner.get, part[2:-2])
+    elif owner is not None and is_of_script(owner if isinstance(owner, type) else type(owner)):
+        read = partial(_attribute, _held(owner), part[1:])
+    else:
+        return None
+    return read if isinstance(read(), PlainValue) and is_set_before_session(name, place, places) else None
+
+
+def _held(owner: object) -> Callable[[], object]:
+    try:
+        return weakref.ref(owner)
+    except TypeError:  # an object with slots only
+        return partial(_same, owner)
+
+
+def _attribute(held: Callable[[], object], attribute: str) -> object:
+    """Return the attribute without running code of the script; None if its owner was freed."""
+    return static_of(held(), attribute)
 
 
 def _can_change(value: object) -> bool:
