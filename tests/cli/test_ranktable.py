@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ from holdfast.cli.start import rank_table_flags
 from holdfast.cli.start.flags import FLAGS
 from holdfast.cli.start.rank_table_flags import place
 from holdfast.errors import UsageError
+from holdfast.runtime.node.spawn import free_port
 from holdfast.runtime.rank_table.table import make
 from tests.cli.command import HOLDFAST, Run, clean_environment
 from tests.runtime.runs import LOOP, without_torch
@@ -186,24 +186,16 @@ def test_one_command_per_host_needs_only_the_table(tmp_path: Path) -> None:
     (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text(secrets.token_hex(32))
     env = clean_environment(without_torch(tmp_path))
-    for turn in range(3):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        commands = [
-            subprocess.Popen(
-                [HOLDFAST, "run", "--rank-table", str(table), "--bind", address, "--token-file", "token",
-                 "--master-port", port, "--run-dir", f"at-{address}-{turn}", "train.py", "3"],
-                cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for address in ("127.0.0.1", "127.0.0.2")
-        ]  # fmt: skip
-        outputs = [commands[0].communicate(timeout=60)[0]]
-        if commands[0].returncode != 0:  # the other host waits for it
-            commands[1].terminate()
-        outputs.append(commands[1].communicate(timeout=60)[0])
-        if "another --master-port" not in outputs[0]:  # else a connection has taken the port after the probe
-            break
+    port = str(free_port())
+    commands = [
+        subprocess.Popen(
+            [HOLDFAST, "run", "--rank-table", str(table), "--bind", address, "--token-file", "token", "--master-port",
+             port, "--run-dir", f"at-{address}", "train.py", "3"],
+            cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for address in ("127.0.0.1", "127.0.0.2")
+    ]  # fmt: skip
+    outputs = [command.communicate(timeout=60)[0] for command in commands]
     assert [command.returncode for command in commands] == [0, 0], outputs
     assert [(tmp_path / f"seen-{r}").read_text() for r in (0, 1)] == [
         f"{r} 2 0 {table} {r} 2 {r}" for r in (0, 1)

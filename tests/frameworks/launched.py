@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,18 +27,6 @@ def until(what: str, condition: Callable[[], Any], bound_s: float = BOUND_S) -> 
             return value
         time.sleep(0.02)
     raise AssertionError(f"{what}: not within {bound_s:g} s")
-
-
-def quiet_port() -> int:
-    """Return a port without a listener, which no connection gets by chance before a slow start listens there."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 class Launched:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from holdfast import event_log
-from tests.frameworks.launched import quiet_port, until
+from holdfast.runtime.node.spawn import free_port
+from tests.frameworks.launched import until
 
 BIN = Path(sys.executable).parent
 BOUND_S = 400
@@ -30,7 +31,7 @@ class Started:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self._out = folder / f"out-{len(list(folder.glob('out-*')))}"
-        given = {"MASTER_PORT": str(quiet_port()), "MS_TFT_PORT": str(quiet_port()), **(env or {})}
+        given = {"MASTER_PORT": str(free_port()), "MS_TFT_PORT": str(free_port()), **(env or {})}
         with open(self._out, "wb") as stream:
             self.process = subprocess.Popen(
                 command, cwd=folder, stdout=stream, stderr=stream, start_new_session=True,

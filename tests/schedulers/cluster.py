@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from holdfast.runtime.node.spawn import free_port
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.runtime.runs import kill_at_once, until
-from tests.store.s3server import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 LOOK_S = 0.3

@@ -16,18 +16,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.runtime.node.spawn import free_port
+
 START_S = 60.0
 DENIED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 long = pytest.mark.skipif("HOLDFAST_S3" not in os.environ, reason="make s3")
 SECRET = "marked-SECRET-4f1c"
 ACCESS = "marked-ACCESS-77ab"
-
-
-def free_port() -> int:
-    """Return a port of loopback on which no process listens now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast import event_log
-from tests.frameworks.launched import quiet_port, until
+from holdfast.runtime.node.spawn import free_port
+from tests.frameworks.launched import until
 from tests.frameworks.started import BIN, BOUND_S, sweep
 
 WORLD = 4
@@ -23,11 +24,11 @@ def msrun(folder: Path, flags: str, *options: str, die: str = "") -> str:
     """Run the job to its end, and check that no process of it is left. Return the output of msrun."""
     folder.mkdir(exist_ok=True)
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "JOB_FOLDER": str(folder), "MS_ENABLE_TFT": flags,
-           "MINDIO_FOR_MINDSPORE": "1", "JOB_PORT": str(quiet_port()), **({"JOB_DIE": die} if die else {})}  # fmt: skip
+           "MINDIO_FOR_MINDSPORE": "1", "JOB_PORT": str(free_port()), **({"JOB_DIE": die} if die else {})}  # fmt: skip
     number = len(list(folder.glob("log-*")))
     out = folder / f"out-{number}"
     command = [
-        str(BIN / "msrun"), f"--worker_num={WORLD}", f"--local_worker_num={WORLD}", f"--master_port={quiet_port()}",
+        str(BIN / "msrun"), f"--worker_num={WORLD}", f"--local_worker_num={WORLD}", f"--master_port={free_port()}",
         f"--log_dir={folder / f'log-{number}'}", "--cluster_time_out=120", *options, str(JOB),
     ]  # fmt: skip
     with open(out, "wb") as stream:
@@ -91,7 +92,7 @@ def test_mindspores_own_graceful_exit_when_one_rank_is_asked(tmp_path: Path) -> 
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "JOB_FOLDER": str(tmp_path)}
     env["MS_ENABLE_GRACEFUL_EXIT"] = "1"
     command = [
-        str(BIN / "msrun"), "--worker_num=2", "--local_worker_num=2", f"--master_port={quiet_port()}", "--join=True",
+        str(BIN / "msrun"), "--worker_num=2", "--local_worker_num=2", f"--master_port={free_port()}", "--join=True",
         f"--log_dir={tmp_path / 'log'}", "--cluster_time_out=120", str(JOB.with_name("exit_job.py")),
     ]  # fmt: skip
     try:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.launched import BOUND_S, Launched, quiet_port
+from holdfast.runtime.node.spawn import free_port
+from tests.frameworks.launched import BOUND_S, Launched
 
 JOB = str(Path(__file__).with_name("job.py"))
 SLOW_READER = Path(__file__).with_name("slow_reader.c")
@@ -162,7 +163,7 @@ def test_msrun_seals_before_its_own_kill(tmp_path: Path) -> None:
     }
     command = [
         str(bin_dir / "msrun"), f"--worker_num={WORLD}", f"--local_worker_num={WORLD}", "--join=True",
-        f"--log_dir={tmp_path / 'log'}", "--cluster_time_out=60", f"--master_port={quiet_port()}", JOB, "native",
+        f"--log_dir={tmp_path / 'log'}", "--cluster_time_out=60", f"--master_port={free_port()}", JOB, "native",
     ]  # fmt: skip
     subprocess.run(command, cwd=tmp_path, env=env, check=False, timeout=BOUND_S, capture_output=True)
     newest = Root(tmp_path / "ckpts").newest_valid().require()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.runtime.node.spawn import free_port
 from holdfast.store.manage.checkpoint_root import Root
-from tests.frameworks.launched import BOUND_S, quiet_port
+from tests.frameworks.launched import BOUND_S
 
 JOB = str(Path(__file__).with_name("job.py"))
 MPIRUN = shutil.which("mpirun")
@@ -36,7 +37,7 @@ def variables(root: Path, die: str) -> dict[str, str]:
 
     Its own port distinguishes it from other jobs of this user.
     """
-    return {**os.environ, "JOB_CHECKPOINT": str(root), "JOB_DIE": die, "MASTER_PORT": str(quiet_port())}
+    return {**os.environ, "JOB_CHECKPOINT": str(root), "JOB_DIE": die, "MASTER_PORT": str(free_port())}
 
 
 def start(where: Path, kind: str, die: str = "", root: Path | None = None) -> list[tuple[int, str]]:

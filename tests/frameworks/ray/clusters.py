@@ -20,9 +20,9 @@ from holdfast.event_log import Event
 from holdfast.integrations.ray.keeper import KeptPlace
 from holdfast.runtime.node.run_processes import processes, sweep
 from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.spawn import free_port
 from tests.cli.command import clean_environment
 from tests.runtime.runs import kill_at_once, until
-from tests.store.s3server import free_port
 
 BOUND_S = 240.0
 OBJECTS_SIZE_BYTES = 80 << 20

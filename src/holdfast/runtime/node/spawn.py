@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -51,6 +53,12 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     signal: int | None
 
 
+_PORT_MIN, _PORT_MAX = (
+    20000,
+    30000,
+)  # below the ports of Linux for outgoing connections, and of Kubernetes for nodes
+_TRIES = 20
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FORKS = "HOLDFAST_FORKS"
 """An environment variable with which the zygote starts, and by which a process forked from it is recognised."""
 
@@ -106,10 +114,30 @@ def log_root(run: RunDir, settings: RunSettings) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port on which no process listens at this moment."""
+    """Return a TCP port on which no process listens at this moment.
+
+    The kernel gives other processes ports for their outgoing connections. One of these may be taken before the caller
+    listens on it, so the result is a port below them if there is one.
+    """
+    ports = range(_PORT_MIN, min(_PORT_MAX, _outgoing_from()))
+    for _ in range(_TRIES if ports else 0):
+        with suppress(OSError):
+            return _bound(host, secrets.choice(ports))  # not `random`: a script may have seeded it
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> int:
     with socket.socket(family_of(host)) as sock:
-        sock.bind((host, 0))
+        sock.bind((host, port))
         return int(sock.getsockname()[1])
+
+
+def _outgoing_from() -> int:
+    """Return the first port that the kernel gives to outgoing connections; 0 if it is not known."""
+    try:
+        return int(_OUTGOING.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def thread_count(settings: RunSettings) -> int:
