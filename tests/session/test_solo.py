@@ -652,6 +652,40 @@ def test_an_exception_after_a_run_that_does_not_count_says_so(where: str) -> Non
     )
 
 
+class Log:
+    """An object with a history, which its ``state_dict`` gives as it is."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history."""
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the history."""
+        self.seen = list(state["seen"])
+
+
+@pytest.mark.parametrize(("begins", "noticed"), [(1, 2), (9, 12)])
+def test_a_state_that_cannot_be_saved_any_more_ends_the_training_soon(
+    tmp_path: Path, begins: int, noticed: int
+) -> None:
+    """Regression: each periodic save only warned, and the training was lost at its end."""
+    job, history = Job(), Log()
+    with (
+        pytest.raises(StateError, match=r"state\.log\.seen\.0: an object of type .*Job cannot be saved"),
+        job.session(checkpoint=tmp_path, state={"log": history}, save=6, verify_block=64) as s,
+    ):
+        for step in s.steps(job.loader, until=30):
+            assert step.number <= noticed
+            with step as batch:
+                job.update(batch)
+            if step.number == begins:
+                history.seen.append(job)
+    assert [found.step for found in Root(tmp_path).list()] == ([6] if begins > 6 else [])
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_exit_with_a_code_saves_the_last_committed_step(tmp_path: Path, inside: bool) -> None:
     """A script may call ``sys.exit(1)`` for a loss that is not finite, before it commits a wrong update."""

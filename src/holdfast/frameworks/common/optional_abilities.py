@@ -383,6 +383,9 @@ class Finder(Protocol):
                 from the old one. Other containers that are replaced hold only temporary values.
         """
 
+    def require_savable(self) -> None:
+        """Raise StateError if the session's state holds a value that cannot be saved."""
+
     def moved(self) -> Sequence[str]:
         """Return descriptions of undeclared schedules that have moved since a call of :meth:`changed`. It is cheap."""
 

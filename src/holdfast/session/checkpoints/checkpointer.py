@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import xxhash
@@ -268,10 +269,20 @@ class Checkpointer:
             The written share, or the error of the write. None without ``wait``, and after a fault.
 
         Raises:
-            HoldfastError: only with ``wait``. The state cannot be read. The error is reported before it is raised.
+            StateError: the state of this rank cannot be read. All later saves would fail in the same way, and the
+                training would be lost at its end.
+            HoldfastError: only with ``wait``. The state of another rank cannot be read.
         """
+        started_s = time.perf_counter()
         try:
-            return self._save(save_id, root, wait)
+            collected = self._collected()
+        except StateError as error:
+            if self._rank.fenced:
+                return None
+            self._report(save_id, error)
+            raise
+        try:
+            return self._save(save_id, root, collected, started_s, wait=wait)
         except PeerLost:
             raise
         except HoldfastError as error:
@@ -311,9 +322,10 @@ class Checkpointer:
         log.error("holdfast: %s", error)
         raise error
 
-    def _save(self, save_id: SaveId, root: Place, wait: bool) -> WrittenShare | HoldfastError | None:
-        started_s = time.perf_counter()
-        collected, catalogue, made = self._verified()
+    def _save(
+        self, save_id: SaveId, root: Place, collected: Collected, started_s: float, *, wait: bool
+    ) -> WrittenShare | HoldfastError | None:
+        catalogue, made = self._verified(collected)
         rank = self._adapter.rank
         values, own = self._values(collected), {rank: self._locals()}
         if not wait:
@@ -360,23 +372,28 @@ class Checkpointer:
         """
         try:
             if self._verifier.active:
-                self._verified()
+                self._verified(self._collected())
         except PeerLost:
             self._rank.await_fence()
             return False
         return True
 
-    def _verified(self) -> tuple[Collected, Catalogue, SavePlan]:
-        """Return the state, the catalogue of all ranks and the plan of a save, after all copies were found equal."""
+    def _collected(self) -> Collected:
+        """Return the state of this rank. Raises: HoldfastError: it cannot be read; the other ranks know it."""
         try:
             collected = self._adapter.collect()
             self._votes.tell(collected)
         except HoldfastError:
-            self._verifier.agree(None)  # the other ranks wait for this rank's vote
+            with suppress(StateError):  # of that vote
+                self._verifier.agree(None)  # the other ranks wait for this rank's vote
             raise
+        return collected
+
+    def _verified(self, collected: Collected) -> tuple[Catalogue, SavePlan]:
+        """Return the catalogue of all ranks and the plan of a save, after all copies were found equal."""
         if not self._verifier.agree(collected):
             self._rank.await_end()
-        return collected, *self._plan()
+        return self._plan()
 
     def _await_seal(self, path: Place) -> bool:
         """Wait until the checkpoint at ``path`` is sealed and valid. Return False after a time limit or a fence."""

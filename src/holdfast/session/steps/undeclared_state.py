@@ -62,6 +62,7 @@ class UndeclaredState:
 
         Raises:
             UsageError: a tensor outside of the session has changed at consecutive steps, or a schedule has moved.
+            StateError: the state of the session holds a value that cannot be saved.
         """
         if self._finder is None or step <= self._last:
             return
@@ -73,6 +74,8 @@ class UndeclaredState:
         if number is None:
             return
         self._last = step
+        # A save may come after hours, and a script may have added an object since the session began.
+        self._finder.require_savable()
         if self._renewed is None or since == 1:
             # The first look is ahead of the first update, which makes some variables. Later, a search of the source
             # would find the same containers again, in seconds for a large script.

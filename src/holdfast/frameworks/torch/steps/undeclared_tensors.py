@@ -115,6 +115,10 @@ class UndeclaredTensors:
         self.counters = counters
         return _in_words(list(changed.values()), weights)
 
+    def require_savable(self) -> None:
+        """Raise StateError if the session's state holds a value that cannot be saved."""
+        self._state.collect()
+
     def moved(self) -> list[str]:
         """Return descriptions of schedules outside of the session that have moved since a call of :meth:`changed`."""
         return self._schedules.moved()
