@@ -345,6 +345,21 @@ def test_a_number_that_the_source_never_seems_to_change_is_watched(
         trained(tmp_path, NUMBER_SCRIPT.format(**form._asdict(), place=place, until=9))
 
 
+def test_the_mode_of_a_module_is_not_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The code after a block may evaluate, and the next block then sets the mode again."""
+    define = (
+        "class C(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return torch.nn.functional.dropout(x, 0.1, self.training)"
+    )
+    text = NUMBER_SCRIPT.replace(
+        "            with step:\n", "            with step:\n                o.train()\n"
+    )
+    form = Number("o.eval()", define, read="o(torch.ones(2)).sum()")
+    for until in (20, 25):
+        trained(tmp_path, text.format(**form._asdict(), place=str(tmp_path / "ckpt"), until=until))
+    assert not [each for each in caplog.messages if "depend on" in each], caplog.messages
+
+
 def test_a_number_that_each_epoch_sets_is_not_watched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

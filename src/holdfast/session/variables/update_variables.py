@@ -331,6 +331,7 @@ class UpdateVariables:
         for what, group in self._only_warned.items() if self._warns else ():
             if names := {name: at for name, at in group.items() if name not in self._told}:
                 self._warn(what, names, plain_values(present_values(names), self._source))
+        self._note_constants(self._rare.constants.changed_numbers())
         if not self._names:
             return
         if self._of_rank.values:  # a variable of a later optimizer of this block
@@ -380,9 +381,8 @@ class UpdateVariables:
         )
         return plain, every
 
-    def _note_constants(self) -> None:
-        """Add the constants that have changed to the variables on which the updates depend."""
-        changed = self._rare.constants.look()
+    def _note_constants(self, changed: Names) -> None:
+        """Add the constants that have ``changed`` to the variables on which the updates depend."""
         if not changed:
             return
         first = {name: self._rare.constants.first(name) for name in changed}
@@ -533,7 +533,7 @@ class UpdateVariables:
 
         Return values under ``KEY`` for the rank-local values of this next step; empty if the earlier values stay.
         """
-        self._note_constants()
+        self._note_constants(self._rare.constants.look())
         if not (names := self._of_rank.unchanged - self._partly):
             return {}
         places = {name: self._names[name][0] for name in names & self._names.keys()}

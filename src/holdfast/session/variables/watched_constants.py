@@ -77,6 +77,7 @@ class WatchedConstants:
         self._counter: CountsChanges | None = source if isinstance(source, CountsChanges) else None
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
         self._held: dict[str, Callable[[], object]] = {}
+        self._numbers: dict[str, Callable[[], object]] = {}
         self._first: dict[str, str] = {}
         self._seen: dict[str, _Reading] = {}
         self.changed: set[str] = set()
@@ -92,16 +93,30 @@ class WatchedConstants:
         for name, value in present_values(names).items():
             if isinstance(value, PlainValue):
                 if (read := _reader(name, names[name])) is not None:
-                    self._names[name], self._held[name] = names[name], read
+                    self._names[name], self._numbers[name] = names[name], read
                     self._first[name] = _text_of_number(value)
             elif _can_change(value) and (text := self._text(name, value, fresh=True)) is not None:
                 self._names[name], self._first[name] = names[name], text
                 is_container = isinstance(value, _CONTAINERS)
                 self._held[name] = partial(_same, value) if is_container else weakref.ref(value)
 
+    def changed_numbers(self) -> Names:
+        """Return the numbers that have changed since the call before, with their places.
+
+        This is for an update. Between two updates, the script may set a number for an evaluation (``training``).
+        """
+        found: dict[str, tuple[tuple[str, int], Places]] = {}
+        for name, read in self._numbers.items():
+            value = None if name in self.changed else read()
+            if isinstance(value, PlainValue) and _text_of_number(value) != self._first[name]:
+                found[name] = self._names[name]
+        self.changed |= found.keys()
+        return found
+
     def look(self) -> Names:
-        """Return the constants that have changed since the look before, with their places."""
-        watched = {name: at for name, at in self._names.items() if name not in self.changed}
+        """Return the tensors and containers that have changed since the look before, with their places."""
+        left_out = self.changed | self._numbers.keys()
+        watched = {name: at for name, at in self._names.items() if name not in left_out}
         if not watched:
             return {}
         number, self._looks = self._looks, self._looks + 1
@@ -111,9 +126,7 @@ class WatchedConstants:
         turn = names[number // READ_EVERY % len(names)] if by_name else ""
         # To find a variable by its name takes longer than to compare its count.
         values = present_values(watched) if by_name else {name: self._held[name]() for name in names}
-        values = {
-            name: value for name, value in values.items() if value is not None
-        }  # the tensor or owner was freed
+        values = {name: value for name, value in values.items() if value is not None}  # the tensor was freed
         found: dict[str, tuple[tuple[str, int], Places]] = {}
         for name, value in values.items():
             text = self._text(name, value, fresh=due or (name == turn and _is_small(value)))
