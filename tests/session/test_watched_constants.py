@@ -360,6 +360,24 @@ def test_the_mode_of_a_module_is_not_watched(tmp_path: Path, caplog: pytest.LogC
     assert not [each for each in caplog.messages if "depend on" in each], caplog.messages
 
 
+def test_a_number_that_a_block_sets_for_itself_is_not_watched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A deep layer may keep the size of its batch, which is by chance that of the first one after a resume."""
+    define = "\n".join((
+        "class C:\n    w = 1.0\n    def put(self, n):\n        self.w = 1.0 + n // 5 % 2",
+        *(f"def {one}(o, n):\n    {two}(o, n)" for one, two in ("ab", "bc", "cd", "de")),
+        "def e(o, n):\n    o.put(n)",
+    ))  # fmt: skip
+    text = NUMBER_SCRIPT.replace(
+        "            with step:\n", "            with step:\n                a(o, step.number)\n"
+    )
+    form = Number("pass", define, read="o.w")
+    for until in (20, 25):
+        trained(tmp_path, text.format(**form._asdict(), place=str(tmp_path / "ckpt"), until=until))
+    assert not [each for each in caplog.messages if "depend on" in each], caplog.messages
+
+
 def test_a_number_that_each_epoch_sets_is_not_watched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

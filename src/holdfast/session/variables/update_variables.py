@@ -161,6 +161,7 @@ class UpdateVariables:
     def opens(self) -> None:
         """Record that a block begins."""
         self._history.values = self._of_rank.values = {}
+        self._rare.constants.begins()
 
     def search(self, *, joins: bool) -> FoundVariables:
         """Search the source for the variables on which an optimizer depends, at the first step of that optimizer.

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from holdfast.frameworks.common.optional_abilities import CountsChanges, DescribesUpdates
 from holdfast.runtime.worker.script_attributes import has_static, static_of
@@ -78,6 +78,7 @@ class WatchedConstants:
         self._names: dict[str, tuple[tuple[str, int], Places]] = {}
         self._held: dict[str, Callable[[], object]] = {}
         self._numbers: dict[str, Callable[[], object]] = {}
+        self._at_begin: dict[str, object] = {}
         self._first: dict[str, str] = {}
         self._seen: dict[str, _Reading] = {}
         self.changed: set[str] = set()
@@ -100,23 +101,30 @@ class WatchedConstants:
                 is_container = isinstance(value, _CONTAINERS)
                 self._held[name] = partial(_same, value) if is_container else weakref.ref(value)
 
+    def begins(self) -> None:
+        """Read the numbers where a block begins."""
+        self._at_begin = {name: read() for name, read in self._numbers.items()}
+
     def changed_numbers(self) -> Names:
         """Return the numbers that have changed since the call before, with their places.
 
-        This is for an update. Between two updates, the script may set a number for an evaluation (``training``).
+        This is for an update. Between two updates, the script may set a number for an evaluation (``training``). A
+        number that the block sets before its update (the size of its batch) is watched no longer.
         """
         found: dict[str, tuple[tuple[str, int], Places]] = {}
-        for name, read in self._numbers.items():
-            value = None if name in self.changed else read()
-            if isinstance(value, PlainValue) and _text_of_number(value) != self._first[name]:
+        for name, read in list(self._numbers.items()):
+            value = read()
+            if self._at_begin.get(name, value) != value:
+                del self._numbers[name]
+            elif isinstance(value, PlainValue) and _text_of_number(value) != self._first[name]:
                 found[name] = self._names[name]
+                del self._numbers[name]
         self.changed |= found.keys()
         return found
 
     def look(self) -> Names:
         """Return the tensors and containers that have changed since the look before, with their places."""
-        left_out = self.changed | self._numbers.keys()
-        watched = {name: at for name, at in self._names.items() if name not in left_out}
+        watched = {name: at for name, at in self._names.items() if name in self._held.keys() - self.changed}
         if not watched:
             return {}
         number, self._looks = self._looks, self._looks + 1
@@ -219,7 +227,9 @@ def _reader(name: str, at: tuple[tuple[str, int], Places]) -> Callable[[], objec
     part = name.removeprefix(owners[-1]) if owners else ""
     if isinstance(owner, dict):
         read: Callable[[], object] = partial(owner.get, part[2:-2])
-    elif owner is not None and is_of_script(owner if isinstance(owner, type) else type(owner)):
+    elif owner is not None and is_of_script(
+        cast("type", owner) if issubclass(type(owner), type) else type(owner)
+    ):
         read = partial(_attribute, _held(owner), part[1:])
     else:
         return None
