@@ -67,6 +67,16 @@ class RateMixin:
 
 class LinearLR(RateMixin, _ParamScheduler):
     pass
+
+
+class Flags:
+    __class__ = property(lambda self: type)
+
+    def __getattr__(self, name):
+        raise RuntimeError("unknown flag: " + name)
+
+
+FLAGS = Flags()
 """
 
 
@@ -177,3 +187,10 @@ def test_a_wrapper_of_a_library_around_a_schedule_of_the_session_is_not_named(li
     found.search()
     wrapper.step()
     assert found.moved() == []
+
+
+def test_a_proxy_of_a_library_that_says_it_is_a_class_is_not_asked(library: Any) -> None:
+    """Regression: the flags of TensorBoard parsed the arguments of the script, and ended it at step 0."""
+    assert isinstance(library.FLAGS, type)
+    model, optimizer = made()
+    UndeclaredSchedules(TorchState(model, {"default": optimizer})).search()

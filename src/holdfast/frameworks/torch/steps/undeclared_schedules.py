@@ -17,7 +17,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -100,11 +100,12 @@ def _kinds_in(name: str) -> list[type]:
         or name.startswith(("torch.", "holdfast."))
     ):
         return []
+    # Not isinstance(): a proxy (absl's FLAGS) says that it is a class.
+    kinds = [cast("type", each) for each in list(variables.values()) if issubclass(type(each), type)]
     return [
         each
-        for each in list(variables.values())
-        if isinstance(each, type)
-        and _NAMES.search(each.__name__)
+        for each in kinds
+        if _NAMES.search(each.__name__)
         and not each.__module__.startswith("torch.")
         and callable(getattr(each, "load_state_dict", None))
     ]
