@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,6 +161,14 @@ def test_what_cannot_change_or_is_too_large_is_not_read(
         script, data=torch.ones(1000), name="sgd", rate=0.1, empty=[], net=torch.nn.Linear(1, 1)
     )
     assert source.digests == 0
+
+
+def test_classes_of_tensors_do_not_count_as_tensors(script: dict[str, object]) -> None:
+    """Regression: ``isinstance(x, torch.Tensor)`` in a model ended the search of all variables with a TypeError."""
+    kinds = (torch.Tensor, np.ndarray)
+    constants, source = watching(script, one=torch.Tensor, several=kinds, by_name={"array": np.ndarray})
+    assert not any(constants.look() for _ in range(64)) and not constants.changed
+    assert source.digests <= 6, "of the containers only"
 
 
 def test_a_tensor_that_was_freed_is_not_compared_before_its_name_is_read(script: dict[str, object]) -> None:

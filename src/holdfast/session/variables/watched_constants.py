@@ -250,7 +250,12 @@ def _attribute(held: Callable[[], object], attribute: str) -> object:
 
 def _can_change(value: object) -> bool:
     """Return whether ``value`` is a tensor or array, or a container of them or of numbers."""
-    return has_static(value, "dtype") or (isinstance(value, _CONTAINERS) and bool(value))
+    return _has_numbers(value) or (isinstance(value, _CONTAINERS) and bool(value))
+
+
+def _has_numbers(value: object) -> bool:
+    """Return whether ``value`` is a tensor or array. Their classes (``isinstance(x, torch.Tensor)``) are not."""
+    return has_static(value, "dtype") and not issubclass(type(value), type)
 
 
 def _items(value: Any, depth: int = DEPTH_MAX) -> Iterator[object]:
@@ -275,7 +280,7 @@ def _size_bytes(value: Any) -> int:
     """Return the size of the tensors and arrays in ``value``; more than ``SIZE_BYTES_MAX`` if there are too many."""
     total = 0
     for number, item in enumerate(_items(value)):
-        total += int(getattr(item, "nbytes", 0)) if has_static(item, "dtype") else 64
+        total += int(getattr(item, "nbytes", 0)) if _has_numbers(item) else 64
         if total > SIZE_BYTES_MAX or number >= ITEMS_MAX:
             return SIZE_BYTES_MAX + 1
     return total
