@@ -436,6 +436,15 @@ def knowing(steps: Iterator[Any], limit: int = 3) -> Iterator[Any]:
             break
 
 
+def drawing(steps: Iterator[Any], limit: int = 3) -> Iterator[Any]:
+    freq = 2
+    for i in range(limit):
+        each = next(steps)
+        yield each
+        if i % freq == 5 and each.committed:
+            print(each)
+
+
 def passed(steps: Iterator[Any]) -> Iterator[Any]:
     yield from steps
 
@@ -454,6 +463,7 @@ def timed(steps: Iterator[Any]) -> Iterator[Any]:
     [
         (log_every, 9, "i and limit"),
         (numbered, 9, "i and limit"),
+        (drawing, 9, "i and limit"),
         (log_every, 2, ""),  # the loop over the helper has ended first
         (passed, 2, ""),
         (timed, 9, ""),

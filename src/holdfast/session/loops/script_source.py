@@ -16,7 +16,8 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cache
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -103,11 +104,13 @@ class Helper(NamedTuple):
         code: its code.
         place: its file and line.
         numbers: its variables that are whole numbers.
+        counters: those that may be counts of turns.
     """
 
     code: CodeType
     place: str
     numbers: Mapping[str, int]
+    counters: Collection[str]
 
     def has_counted(self, first: int, turns: int, steps: int) -> str:
         """Return, in words, the variable with which this generator has counted the turns of its loop.
@@ -125,7 +128,8 @@ class Helper(NamedTuple):
             return ""
         # The last turn is not counted yet.
         counts = {begin + turns - late for begin in (0, first) for late in (1, 2)}
-        for name, value in self.numbers.items():
+        for name in self.counters:
+            value = self.numbers[name]
             limits = [
                 other for other, limit in self.numbers.items() if other != name and 0 <= limit - value <= 2
             ]
@@ -137,14 +141,34 @@ class Helper(NamedTuple):
 def helper(caller: FrameType) -> Helper | None:
     """Return the generator of the script that now asks for a step, if ``caller`` is the frame of such a generator.
 
-    The result is None if ``caller`` is not a generator, or its code uses ``committed`` or ``number`` of a step, so
-    that it can count steps instead of turns.
+    The result is None if ``caller`` is not a generator. The variables of a loop that takes the steps by ``next()``
+    (``for i in range(n): yield next(steps)``) count turns. Any other variable may count turns, or steps if the code
+    uses ``committed`` or ``number`` of a step. It is then left out.
     """
     code = caller.f_code
-    if not code.co_flags & inspect.CO_GENERATOR or not {"committed", "number"}.isdisjoint(code.co_names):
+    if not code.co_flags & inspect.CO_GENERATOR:
         return None
     numbers = {name: value for name, value in caller.f_locals.items() if type(value) is int}
-    return Helper(code, place_of(caller), numbers)
+    sure = [name for name in _counted_by_loops(code) if name in numbers]
+    knows_steps = not {"committed", "number"}.isdisjoint(code.co_names)
+    counters = sure + ([] if knows_steps else [name for name in numbers if name not in sure])
+    return Helper(code, place_of(caller), numbers, counters) if counters else None
+
+
+@cache
+def _counted_by_loops(code: CodeType) -> tuple[str, ...]:
+    """Return the variables of the innermost loops of ``code`` around a call of ``next``."""
+    source = definition(code) if "next" in code.co_names else None
+    loops = (
+        [] if source is None else [node for node in ast.walk(source) if isinstance(node, ast.For | ast.While)]
+    )
+    innermost: dict[ast.Call, ast.For | ast.While] = {}
+    for loop in loops:  # from the outside to the inside
+        for call in (node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id == "next":
+                innermost[call] = loop
+    targets = [loop.target for loop in innermost.values() if isinstance(loop, ast.For)]
+    return tuple(name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
 
 
 def has_ended(helper: Helper, caller: FrameType) -> bool:
