@@ -550,7 +550,7 @@ def test_an_array_that_some_steps_fill_is_refused_where_it_is_empty_again() -> N
 
 def test_an_object_that_the_session_keeps_for_each_rank_is_left_out() -> None:
     rank, counter = Rank(), Counter()
-    rank.checked.variables.leave_out(counter)
+    rank.checked.variables.leave_out(lambda: (counter,))
     for _ in range(2):
         rank.checked.opens()
         if counter.count < 99:

@@ -44,6 +44,66 @@ with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
         print(total)
 """
 
+ATTACHED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from tests.others.beat import beat
+
+
+class Meter:
+    def __init__(self):
+        self.total, self.count = 0.0, 0
+
+    def update(self, value):
+        self.total += value
+        self.count += 1
+
+    def share(self):
+        shared = torch.tensor([self.total, self.count])
+        dist.all_reduce(shared)
+        self.total, self.count = shared.tolist()
+
+
+class Logger:
+    def __init__(self):
+        self.meters = {"loss": Meter(), "lr": Meter()}
+
+    def update(self, **values):
+        for name, value in values.items():
+            self.meters[name].update(value)
+
+    def share(self):
+        for meter in self.meters.values():
+            meter.share()
+
+
+def train(s, loader):
+    logger = s.attach("train", Logger())
+    for step in s.steps(loader):
+        with step as batch:
+            beat(s.step)
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+        if step.committed:
+            values = {"loss": loss.item()}
+            logger.update(**values, lr=0.1)
+    logger.share()
+    return {name: meter.total for name, meter in logger.meters.items()}
+
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
+    for epoch in s.epochs(2):
+        print(train(s, torch.utils.data.DataLoader(torch.ones(4, 4))))
+"""
+
 FIRST_USE = """
 import torch
 import torch.distributed as dist
@@ -145,6 +205,18 @@ def test_a_sum_that_each_epoch_begins_again_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setenv("KILL", "0:6")
     done = run_job(tmp_path, 2, "train.py")
     assert done.returncode == 0 and "holdfast: total begins again in this process" in done.stdout, done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_the_meters_in_an_attached_object_are_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the meters of a logger that was attached were named, although they had their values (VAR)."""
+    (tmp_path / "train.py").write_text(ATTACHED)
+    monkeypatch.setenv("KILL", "0:6")
+    done = run_job(tmp_path, 2, "train.py")
+    assert done.returncode == 0 and "in this process (train.py" not in done.stdout, done.stdout
 
 
 @pytest.mark.torch

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -57,6 +58,7 @@ from holdfast.session.exit_requests import ExitWatch, known_of
 from holdfast.session.loops.iterators import ScriptLoops
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.loop_bounds import before_of
+from holdfast.session.loops.plain_attributes import parts_of
 from holdfast.session.loops.replica_state_check import ReplicaStateCheck
 from holdfast.session.loops.turns import Turns
 from holdfast.session.run_context import run_of
@@ -184,7 +186,7 @@ class Session(ScriptLoops):
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
         variables = self._blocks.variables
-        variables.leave_out(self)  # Session.own
+        variables.leave_out(lambda: (self,))  # Session.own
         self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind, variables)
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
         self._entered = True
@@ -503,7 +505,7 @@ class Session(ScriptLoops):
         """
         self._require_entered()
         self._loops.mine.attach(name, item, self._loops.walk.slot.way)
-        self._blocks.variables.leave_out(item)
+        self._blocks.variables.leave_out(partial(parts_of, item))
         return item
 
     def redo(self) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.runtime.worker.script_attributes import has_static
+from holdfast.runtime.worker.script_attributes import has_static, instance_of
 
 VALUES_MAX = 20_000
 """Largest number of values in one copy. An object with more values holds data, not counters."""
@@ -91,6 +91,32 @@ def _copied(value: Any, path: str, depth: int, number: Iterator[int], objects: b
         kept = {key: item for key, item in own.items() if not _is_constant(item)}
         return ("object", {key: inner(item, f".{key}") for key, item in kept.items()})
     raise NotPlainError(f"{path or 'it'} is a {type(value).__name__}")
+
+
+def parts_of(value: object) -> list[object]:
+    """Return ``value`` and the containers and objects in it, of which :func:`plain_copy` copies the content.
+
+    No code of the script runs. Tuples are left out, because equal tuples may be one object.
+
+    Example:
+        >>> parts_of({"losses": [0.5]})
+        [{'losses': [0.5]}, [0.5]]
+    """
+    found: dict[int, object] = {}
+    waiting = deque([value])
+    while waiting and len(found) < VALUES_MAX:
+        part = waiting.popleft()
+        if (
+            isinstance(part, (*_SINGLE, bytes, np.generic, type(None)))
+            or _is_constant(part)
+            or id(part) in found
+        ):
+            continue
+        if not isinstance(part, tuple):
+            found[id(part)] = part
+        inner = part if isinstance(part, list | tuple | deque) else instance_of(part).values()
+        waiting.extend(dict.values(part) if isinstance(part, dict) else inner)
+    return list(found.values())
 
 
 def _is_constant(value: Any) -> bool:

@@ -26,7 +26,7 @@ Invariant: after the values have differed between ranks, each rank is compared o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -146,7 +146,8 @@ class UpdateVariables:
         self._partly: set[str] = set()  # some steps write them first (`PlacedVariable.partly`)
         self._began: dict[str, PlainValue] = {}  # the first value of each variable in this process
         self._told: set[str] = set()
-        self._left_out: list[object] = []  # objects whose attributes the session keeps for each rank
+        # Objects whose attributes the session keeps for each rank.
+        self._left_out: list[Callable[[], Iterable[object]]] = []
         self._rare = RareDigests(source)
         self._history = VariableHistory(self._partly)  # of the variables that the ranks compare
         self._of_rank = VariableHistory(self._partly)  # of all variables
@@ -154,9 +155,13 @@ class UpdateVariables:
         self.mixed = False
         self.met = False
 
-    def leave_out(self, item: object) -> None:
-        """Exclude the attributes of ``item`` from the check, because the session keeps them for each rank."""
-        self._left_out.append(item)
+    def leave_out(self, parts: Callable[[], Iterable[object]]) -> None:
+        """Exclude the attributes of objects from the check, because the session keeps them for each rank.
+
+        Args:
+            parts: returns these objects and containers. It is called at each search.
+        """
+        self._left_out.append(parts)
 
     def opens(self) -> None:
         """Record that a block begins."""
@@ -243,6 +248,9 @@ class UpdateVariables:
         """Return the variables in ``found`` that are not state of the session."""
         objects = [] if self._source is None else self._source.objects()
         kept = kept_by(objects)
+        # A loop over meters gives each of them a name of its own, without that of the attached object.
+        left_out = {id(part) for parts in self._left_out for part in parts()}
+        kept = kept._replace(objects=kept.objects | left_out)
         return [each for each in found if not self._declared(each.name, each.place, objects, kept)]
 
     def _begins_here(self) -> bool:
@@ -575,14 +583,14 @@ class UpdateVariables:
         """
         owners = owners_of(name)
         found = values_of([*owners, name], place)
-        if any(value is item for value in found.values() for item in self._left_out):
+        values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
+        if any(id(value) in kept.objects for value in values):
             return True
         if owners and (read := read_by_property(found.get(owners[-1]), name.removeprefix(f"{owners[-1]}."))):
             return all(self._declared(f"{owners[-1]}.{each}", place, objects, kept) for each in read)
         source = self._source
         if source is None:
             return False
-        values = [value for each, value in found.items() if each != name or not isinstance(value, PlainValue)]
         if meter_states(found.get(name)) is not None and source.in_user_state(found[name]):
             return True
         if isinstance(found.get(name), CONTAINERS) and self._is_state(name, place):
@@ -590,7 +598,7 @@ class UpdateVariables:
         if owners and (id(found.get(owners[-1])), name.removeprefix(f"{owners[-1]}.")) in kept.attributes:
             return True
         whole = (value for value in values if not any(value is item for item in objects))
-        return any(id(value) in kept.objects for value in values) or any(map(source.declares, whole))
+        return any(map(source.declares, whole))
 
     def _is_of_user(self, name: str, place: tuple[str, int], kept: KeptAttributes) -> bool:
         """Return whether a variable is in ``state=``: a value, an item of a container, or a kept attribute."""
