@@ -24,6 +24,14 @@ def has_static(holder: object, name: str) -> bool:
     return static_of(holder, name) is not None
 
 
+def has_dtype(value: object) -> bool:
+    """Return whether ``value`` has a ``dtype``, as a tensor or an array has, without running code of the script.
+
+    The class of tensors (in ``isinstance(x, torch.Tensor)``) has none of its own.
+    """
+    return has_static(value, "dtype") and not issubclass(type(value), type)
+
+
 def static_of(holder: object, attribute: str) -> object:
     """Return an attribute of an object or its class, without running code of the script.
 

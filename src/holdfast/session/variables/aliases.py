@@ -32,7 +32,7 @@ from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
-from holdfast.runtime.worker.script_attributes import has_static, instance_of
+from holdfast.runtime.worker.script_attributes import has_dtype, instance_of
 from holdfast.runtime.worker.script_frames import name_of_item, variables_at
 from holdfast.session.variables.attribute_writers import AttributeWriters
 from holdfast.session.variables.called_functions import (
@@ -343,7 +343,7 @@ class Aliases:
         return [
             item_named(container, number, key, held)
             for number, (key, held) in enumerate(items)
-            if not isinstance(held, _PLAIN) and not has_static(held, "dtype")
+            if not isinstance(held, _PLAIN) and not has_dtype(held)
         ]
 
     def _value(self, name: ast.expr) -> object:

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import NamedTuple, TypeVar, cast
 
-from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
+from holdfast.runtime.worker.script_attributes import has_dtype, has_static, instance_of, static_of
 from holdfast.runtime.worker.script_frames import container_of, owners_of, values_of
 from holdfast.session.variables.called_functions import (
     CallWithBody,
@@ -587,7 +587,7 @@ def _may_change(parts: Set[str], stored: Set[str]) -> bool:
         stored: the variables that the block writes.
     """
     values = [value for each in parts if not isinstance(value := value_now(each), ModuleType | type)]
-    has_numbers = any(has_static(value, "dtype") or has_static(value, "parameters") for value in values)
+    has_numbers = any(has_dtype(value) or has_static(value, "parameters") for value in values)
     return has_numbers or not stored.isdisjoint(parts)
 
 
@@ -905,7 +905,7 @@ def _is_container(name: str) -> bool:
 def _is_tensor(name: str) -> bool:
     """Return whether the variable ``name`` is now a tensor or an array."""
     value = value_now(name)
-    return has_static(value, "dtype") and not has_static(value, "parameters")  # some modules have a dtype
+    return has_dtype(value) and not has_static(value, "parameters")  # some modules have a dtype
 
 
 def _is_own(name: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from types import FunctionType
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_attributes import has_static, instance_of, static_of
+from holdfast.runtime.worker.script_attributes import has_dtype, has_static, instance_of, static_of
 from holdfast.session.variables.called_functions import of_script
 
 RESET = "reset"
@@ -29,7 +29,7 @@ def meter_states(value: object) -> dict[str, object] | None:
     attributes = instance_of(value)
     if "_modules" in attributes:
         return _metric_states(attributes, "")
-    if not attributes or not _is_of_library(value, _UPDATE) or has_static(value, "dtype"):
+    if not attributes or not _is_of_library(value, _UPDATE) or has_dtype(value):
         return None
     if has_static(value, "state_dict"):  # a gradient scaler: it knows its state itself
         return None
@@ -70,7 +70,7 @@ def _metric_states(attributes: dict[str, object], path: str) -> dict[str, object
 
 
 def _is_plain(value: object, depth: int) -> bool:
-    if isinstance(value, _PLAIN) or (has_static(value, "dtype") and not has_static(value, "parameters")):
+    if isinstance(value, _PLAIN) or (has_dtype(value) and not has_static(value, "parameters")):
         return True
     if not depth or not isinstance(value, (*_CONTAINERS, dict)) or len(value) > _ITEMS_MAX:
         return False

@@ -21,7 +21,7 @@ from itertools import islice
 from types import FunctionType, ModuleType
 
 from holdfast.frameworks.common.optional_abilities import DescribesUpdates
-from holdfast.runtime.worker.script_attributes import has_static
+from holdfast.runtime.worker.script_attributes import has_dtype, has_static
 from holdfast.session.variables.growing_tables import first_parts
 from holdfast.session.variables.library_meters import meter_states, meter_text
 from holdfast.session.variables.look_schedule import is_first_look
@@ -115,7 +115,7 @@ def _parts(value: object, source: DescribesUpdates, depth: int) -> Iterator[str]
     """Yield a text for each plain value, tensor and array in nested containers, and in the attributes of objects."""
     if isinstance(value, _PLAIN):
         yield repr(value)
-    elif has_static(value, "dtype"):
+    elif has_dtype(value):
         yield repr(source.digest_of(value))
     elif isinstance(value, dict):
         for key, item in value.items():
@@ -132,4 +132,4 @@ def _is_rare(value: object, plain: PlainValue | None) -> bool:
     """Return whether a tensor or array has no plain value, or the plain value of a container is its number of items."""
     if isinstance(value, CONTAINERS):
         return plain == f"{len(value)} items" and len(value) <= ITEMS_MAX
-    return plain is None and has_static(value, "dtype") and not has_static(value, "parameters")
+    return plain is None and has_dtype(value) and not has_static(value, "parameters")

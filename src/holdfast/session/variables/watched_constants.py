@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from holdfast.frameworks.common.optional_abilities import CountsChanges, DescribesUpdates
-from holdfast.runtime.worker.script_attributes import has_static, static_of
+from holdfast.runtime.worker.script_attributes import has_dtype, static_of
 from holdfast.runtime.worker.script_frames import owners_of, values_of
 from holdfast.session.variables.aliases import is_of_script
 from holdfast.session.variables.deciding_variables import Places
@@ -250,12 +250,7 @@ def _attribute(held: Callable[[], object], attribute: str) -> object:
 
 def _can_change(value: object) -> bool:
     """Return whether ``value`` is a tensor or array, or a container of them or of numbers."""
-    return _has_numbers(value) or (isinstance(value, _CONTAINERS) and bool(value))
-
-
-def _has_numbers(value: object) -> bool:
-    """Return whether ``value`` is a tensor or array. Their classes (``isinstance(x, torch.Tensor)``) are not."""
-    return has_static(value, "dtype") and not issubclass(type(value), type)
+    return has_dtype(value) or (isinstance(value, _CONTAINERS) and bool(value))
 
 
 def _items(value: Any, depth: int = DEPTH_MAX) -> Iterator[object]:
@@ -280,7 +275,7 @@ def _size_bytes(value: Any) -> int:
     """Return the size of the tensors and arrays in ``value``; more than ``SIZE_BYTES_MAX`` if there are too many."""
     total = 0
     for number, item in enumerate(_items(value)):
-        total += int(getattr(item, "nbytes", 0)) if _has_numbers(item) else 64
+        total += int(getattr(item, "nbytes", 0)) if has_dtype(item) else 64
         if total > SIZE_BYTES_MAX or number >= ITEMS_MAX:
             return SIZE_BYTES_MAX + 1
     return total
