@@ -65,6 +65,9 @@ class Changes:
         """Return this object."""
         return self
 
+    def require_savable(self) -> None:
+        """Find that the state can be saved."""
+
     def moved(self) -> Sequence[str]:
         """Return the descriptions of schedules."""
         return self.schedules
