@@ -354,6 +354,13 @@ def test_a_number_that_the_source_never_seems_to_change_is_watched(
         trained(tmp_path, NUMBER_SCRIPT.format(**form._asdict(), place=place, until=9))
 
 
+def train_and_resume_silently(where: Path, text: str, form: Number, caplog: pytest.LogCaptureFixture) -> None:
+    """Run a script with ``form`` up to step 20 and, from its checkpoint, up to step 25. No variable is named."""
+    for until in (20, 25):
+        trained(where, text.format(**form._asdict(), place=str(where / "ckpt"), until=until))
+    assert not [each for each in caplog.messages if "depend on" in each], caplog.messages
+
+
 def test_the_mode_of_a_module_is_not_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The code after a block may evaluate, and the next block then sets the mode again."""
     define = (
@@ -364,9 +371,7 @@ def test_the_mode_of_a_module_is_not_watched(tmp_path: Path, caplog: pytest.LogC
         "            with step:\n", "            with step:\n                o.train()\n"
     )
     form = Number("o.eval()", define, read="o(torch.ones(2)).sum()")
-    for until in (20, 25):
-        trained(tmp_path, text.format(**form._asdict(), place=str(tmp_path / "ckpt"), until=until))
-    assert not [each for each in caplog.messages if "depend on" in each], caplog.messages
+    train_and_resume_silently(tmp_path, text, form, caplog)
 
 
 def test_a_number_that_a_block_sets_for_itself_is_not_watched(
@@ -382,9 +387,7 @@ def test_a_number_that_a_block_sets_for_itself_is_not_watched(
         "            with step:\n", "            with step:\n                a(o, step.number)\n"
     )
     form = Number("pass", define, read="o.w")
-    for until in (20, 25):
-        trained(tmp_path, text.format(**form._asdict(), place=str(tmp_path / "ckpt"), until=until))
-    assert not [each for each in caplog.messages if "depend on" in each], caplog.messages
+    train_and_resume_silently(tmp_path, text, form, caplog)
 
 
 def test_a_number_that_each_epoch_sets_is_not_watched(
@@ -398,5 +401,4 @@ def test_a_number_that_each_epoch_sets_is_not_watched(
         "          o.v = 0.5 ** (epoch % 2)\n"
         "          for step in s.steps([0] * 3):",
     )
-    trained(tmp_path, text.format(**form._asdict(), place=str(tmp_path / "ckpt")))
-    assert not [each for each in caplog.messages if "depend on" in each], caplog.messages
+    train_and_resume_silently(tmp_path, text, form, caplog)

@@ -53,10 +53,8 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     signal: int | None
 
 
-_PORT_MIN, _PORT_MAX = (
-    20000,
-    30000,
-)  # below the ports of Linux for outgoing connections, and of Kubernetes for nodes
+# Below the ports of Linux for outgoing connections, and of Kubernetes for nodes.
+_PORT_MIN, _PORT_MAX = 20000, 30000
 _TRIES = 20
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FORKS = "HOLDFAST_FORKS"

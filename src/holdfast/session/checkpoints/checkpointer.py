@@ -269,19 +269,13 @@ class Checkpointer:
             The written share, or the error of the write. None without ``wait``, and after a fault.
 
         Raises:
-            StateError: the state of this rank cannot be read. All later saves would fail in the same way, and the
-                training would be lost at its end.
-            HoldfastError: only with ``wait``. The state of another rank cannot be read.
+            HoldfastError: the state of this rank cannot be read. All later saves would fail in the same way, and the
+                training would be lost at its end. Only with ``wait``: the state of another rank cannot be read.
         """
         started_s = time.perf_counter()
+        collected: Collected | None = None
         try:
             collected = self._collected()
-        except StateError as error:
-            if self._rank.fenced:
-                return None
-            self._report(save_id, error)
-            raise
-        try:
             return self._save(save_id, root, collected, started_s, wait=wait)
         except PeerLost:
             raise
@@ -289,7 +283,7 @@ class Checkpointer:
             if self._rank.fenced:
                 return None  # the other ranks are lost: the decision that follows saves this step
             self._report(save_id, error)
-            if wait:
+            if wait or collected is None:
                 raise
             # The other ranks have handed over their shares, and ask later whether all ranks have written theirs.
             self.saved(save_id.step)

@@ -641,9 +641,8 @@ class StepRunner:
             return True
         if self._rank.client is None:  # there is no controller that could order a retry
             return False
-        if not isinstance(
-            error, Exception | SystemExit
-        ):  # a script may catch the exception of a fault, and exit
+        # A script may catch the exception of a fault, and exit.
+        if not isinstance(error, Exception | SystemExit):
             return False
         return self._adapter.poisoned or self._rank.fenced or self._adapter.is_fault(error)
 

@@ -41,19 +41,8 @@ _CHANGES = (
 _OF_ARRAYS = ("fill", "sort", "put", "partition", "resize", "itemset")
 """Methods that write an array of NumPy."""
 _VIEWS = (
-    *(
-        "detach",
-        "view",
-        "view_as",
-        "flatten",
-        "squeeze",
-        "unsqueeze",
-        "select",
-        "narrow",
-        "transpose",
-        "permute",
-    ),
-    "t",
+    *("detach", "view", "view_as", "flatten", "squeeze", "unsqueeze"),
+    *("select", "narrow", "transpose", "permute", "t"),
 )
 """Methods that return a tensor with the memory of their object."""
 _CHANGE_ARGUMENT = (

@@ -248,7 +248,7 @@ class UpdateVariables:
         """Return the variables in ``found`` that are not state of the session."""
         objects = [] if self._source is None else self._source.objects()
         kept = kept_by(objects)
-        # A loop over meters gives each of them a name of its own, without that of the attached object.
+        # The name of a meter in a loop over meters does not contain the name of the attached object.
         left_out = {id(part) for parts in self._left_out for part in parts()}
         kept = kept._replace(objects=kept.objects | left_out)
         return [each for each in found if not self._declared(each.name, each.place, objects, kept)]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -98,8 +99,7 @@ class WatchedConstants:
                     self._first[name] = _text_of_number(value)
             elif _can_change(value) and (text := self._text(name, value, fresh=True)) is not None:
                 self._names[name], self._first[name] = names[name], text
-                is_container = isinstance(value, _CONTAINERS)
-                self._held[name] = partial(_same, value) if is_container else weakref.ref(value)
+                self._held[name] = _reference(value)
 
     def begins(self) -> None:
         """Read the numbers where a block begins."""
@@ -157,10 +157,7 @@ class WatchedConstants:
         found: dict[str, PlainValue] = {}
         for name, value in values.items():
             seen = self._seen.get(name)
-            if fresh or seen is None or isinstance(value, PlainValue):
-                text = self._text(name, value, fresh=True)
-            else:
-                text = seen.text
+            text = self._text(name, value, fresh=True) if fresh or seen is None else seen.text
             if text is not None:
                 found[name] = text
         return found
@@ -211,6 +208,14 @@ def _same(value: object) -> object:
     return value
 
 
+def _reference(value: object) -> Callable[[], object]:
+    """Return a function that returns ``value``, or None after it was freed. A container is not freed."""
+    if not isinstance(value, _CONTAINERS):
+        with suppress(TypeError):  # an object with slots only
+            return weakref.ref(value)
+    return partial(_same, value)
+
+
 def _text_of_number(value: PlainValue) -> str:
     return f"{NUMBER}{value!r}"
 
@@ -230,22 +235,15 @@ def _reader(name: str, at: tuple[tuple[str, int], Places]) -> Callable[[], objec
     elif owner is not None and is_of_script(
         cast("type", owner) if issubclass(type(owner), type) else type(owner)
     ):
-        read = partial(_attribute, _held(owner), part[1:])
+        read = partial(_attribute, _reference(owner), part[1:])
     else:
         return None
     return read if isinstance(read(), PlainValue) and is_set_before_session(name, place, places) else None
 
 
-def _held(owner: object) -> Callable[[], object]:
-    try:
-        return weakref.ref(owner)
-    except TypeError:  # an object with slots only
-        return partial(_same, owner)
-
-
-def _attribute(held: Callable[[], object], attribute: str) -> object:
+def _attribute(owner: Callable[[], object], attribute: str) -> object:
     """Return the attribute without running code of the script; None if its owner was freed."""
-    return static_of(held(), attribute)
+    return static_of(owner(), attribute)
 
 
 def _can_change(value: object) -> bool:

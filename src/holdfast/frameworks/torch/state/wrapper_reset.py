@@ -163,18 +163,12 @@ def instances(module: str, kind: str) -> list[Any]:
 
 def instances_of(classes: Set[type]) -> list[Any]:
     """Return all living objects of ``classes`` and of their subclasses."""
-    found = with_subclasses(classes)
-    # An object refers to its class. Not isinstance(): it reads __class__, which some objects answer with code.
-    return [item for item in gc.get_referrers(*found) if type(item) in found] if found else []
-
-
-def with_subclasses(classes: Set[type]) -> set[type]:
-    """Return ``classes`` and all of their subclasses."""
     found, new = set(classes), set(classes)
     while new:
         new = set[type]().union(*map(type.__subclasses__, new)) - found
         found |= new
-    return found
+    # An object refers to its class. Not isinstance(): it reads __class__, which some objects answer with code.
+    return [item for item in gc.get_referrers(*found) if type(item) in found]
 
 
 def rehearsals_needed(model: nn.Module) -> bool:
